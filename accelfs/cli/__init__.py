@@ -1,0 +1,1 @@
+"""What can an operator type?  One module a noun: parse, call, print."""

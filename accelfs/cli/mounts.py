@@ -1,0 +1,156 @@
+"""`accelfs mount`, `umount` and `status`: the mounts of this node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accelfs.cli.arguments import Json, Slot, print_json
+from accelfs.errors import BusyError, MountError, NotFoundError
+from accelfs.service.node import Node
+from accelfs.store.layout import SlotName, parse_slot
+
+_STATUS_SECONDS = 2.0
+_UMOUNT_SECONDS = 10.0
+_DEFAULT_WORKERS_MAX = 4
+
+
+def mount(
+    slot: Slot,
+    mountpoint: Annotated[
+        Path | None,
+        typer.Argument(help="Empty folder.  [default: ACCELFS_MOUNT_ROOT/SLOT, made if missing]", show_default=False),
+    ] = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Serve in this process; log to stderr.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="Serving processes.  [default: one a core, at most 4]", show_default=False),
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Version to mount.  [default: the newest]", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Mount a slot read-only.
+
+    Returns when a call through the mount has succeeded.  Without --foreground the mount is served in the background
+    and logs to ACCELFS_HOME/log.
+    """
+    from accelfs.dataset import versions
+    from accelfs.mount import daemon, device, master
+    from accelfs.mount.state import SlotState
+
+    name = parse_slot(slot)
+    node = Node.from_environment()
+    device.check_available()
+    os.close(SlotState(node.run, name).hold())  # refuse a second mount before the catalog is verified for it
+    found = versions.find(node.store, name, version, node.trusted)
+    request = master.Request(
+        slot=name, version=found.number, mountpoint=mountpoint or node.mountpoint(name),
+        create_mountpoint=mountpoint is None,
+        workers=workers or min(_DEFAULT_WORKERS_MAX, len(os.sched_getaffinity(0))),
+        run=node.run, open_tree=found.open_tree,
+    )  # fmt: skip
+    if foreground:
+        daemon.log_to(2)
+        master.serve(request, lambda state: print(_ready(str(name), state.version, state.mountpoint), flush=True))
+        return
+    state = daemon.start(request, node.log / f"{name.file_name}.log")
+    if as_json:
+        print_json(_row(node, name))
+    else:
+        print(_ready(str(name), state.version, state.mountpoint))
+
+
+def umount(
+    slot: Slot,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Detach a mount in use: the path is gone at once, and its programs get errors within 5 s."
+        ),
+    ] = False,
+) -> None:
+    """Unmount a slot; its processes have ended when this returns."""
+    from accelfs.mount import mountpoint
+    from accelfs.mount.state import SlotState, is_mounted
+
+    name = parse_slot(slot)
+    node = Node.from_environment()
+    files = SlotState(node.run, name)
+    state = files.read()
+    if state is None:
+        if files.held():
+            raise BusyError(f"{name} is being mounted; wait for it")
+        raise NotFoundError(f"{name} is not mounted")
+    path = Path(state.mountpoint)
+    if is_mounted(state):
+        mountpoint.unmount(path, lazy=force)
+    if files.held():
+        if force:
+            os.kill(state.master_pid, signal.SIGTERM)
+        if not files.wait_released(_UMOUNT_SECONDS):
+            raise MountError(f"{path} is unmounted, but its process {state.master_pid} does not end; see the log")
+        return
+    # The master was killed: what it would have done.
+    if state.made_mountpoint:
+        mountpoint.remove_folder(path)
+    files.remove()
+
+
+def status(
+    slot: Annotated[str | None, typer.Argument(metavar="SLOT", help="Only this slot.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the mounts of this node.
+
+    A mount is ready when a call through it succeeds now.
+    """
+    from accelfs.mount import state
+
+    node = Node.from_environment()
+    names = state.slots(node.run) if slot is None else [parse_slot(slot)]
+    rows = [row for name in names if (row := _row(node, name)) is not None]
+    if as_json:
+        print_json({"mounts": rows})
+        return
+    if not rows:
+        if slot is not None:
+            raise NotFoundError(f"{slot} is not mounted")
+        print("nothing is mounted; accelfs mount SLOT")
+        return
+    for row in rows:
+        health = "ready" if row["ready"] else "NOT READY"
+        master = (
+            f"master {row['master_pid']}" if row["master_pid"] is not None else "master killed (mount again to replace)"
+        )
+        workers = ", ".join(map(str, row["worker_pids"]))
+        print(f"{row['slot']}  version {row['version']}  {row['mountpoint']}  {health}  {master}, workers {workers}")
+
+
+def _ready(slot: str, version: int, path: str) -> str:
+    return f"{slot} version {version} is mounted at {path}"
+
+
+def _row(node: Node, name: SlotName) -> dict[str, Any] | None:
+    """What status says of one slot; None if nothing of it is mounted."""
+    from accelfs.mount import device
+    from accelfs.mount.state import SlotState, is_mounted
+
+    files = SlotState(node.run, name)
+    state = files.read()
+    if state is None or not is_mounted(state):
+        return None
+    return {
+        "slot": state.slot,
+        "mountpoint": state.mountpoint,
+        "version": state.version,
+        "master_pid": state.master_pid if files.held() else None,
+        "worker_pids": state.worker_pids,
+        "agent_pid": state.agent_pid,
+        "ready": device.answers(Path(state.mountpoint), _STATUS_SECONDS),
+    }

@@ -1,0 +1,270 @@
+"""How does a mount start, stay and end?
+
+The master mounts through pyfuse3, carries INIT, opens each worker's clone of the device before it forks the
+worker, and keeps it.  It restarts workers that die, and RESEND gives their unanswered requests to the others.  It
+never reads a request and never touches its own mount: a child asks whether it answers.
+
+    SIGTERM, SIGINT     unmount (detach if in use), give readers DRAIN_SECONDS, end
+    umount from outside the workers see the connection end; so does the master
+
+If the master itself is killed, the workers go on serving; the path never shows an empty folder.
+
+Concurrency: single-threaded; signals are blocked and taken one at a time by sigtimedwait.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelfs.errors import BusyError, MountError
+from accelfs.mount import device, mountpoint, worker
+from accelfs.mount.loop import BlockingLoop, load_pyfuse3
+from accelfs.mount.state import MountState, SlotState, is_mounted
+from accelfs.store.filesystem import ACCELFS_TYPE, mounted_at
+
+if TYPE_CHECKING:
+    from accelfs.dataset.tree import Tree
+    from accelfs.mount.operations import Operations
+    from accelfs.store.layout import SlotName
+
+log = logging.getLogger(__name__)
+
+WORKERS_MAX = 16
+READY_SECONDS = 30.0
+DRAIN_SECONDS = 5.0
+READ_AHEAD_BYTES = 1 << 20
+RESTART_DELAY_SECONDS_MAX = 5.0
+# A worker that served this long did not die of what it met at its start.
+_STEADY_SECONDS = 10.0
+_IDLE_SECONDS = 3600.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be mounted, where and how.  `open_tree` runs in each worker, after its fork."""
+
+    slot: SlotName
+    version: int
+    mountpoint: Path
+    create_mountpoint: bool
+    workers: int
+    run: Path
+    open_tree: Callable[[], Tree]
+
+
+def serve(request: Request, on_ready: Callable[[MountState], None]) -> None:
+    """Mount, call `on_ready` when a statvfs through the mount has succeeded, and serve until unmounted.
+
+    Raises UsageError, BusyError or MountError if it cannot be mounted; nothing is left behind then.
+    """
+    device.check_available()
+    state = SlotState(request.run, request.slot)
+    lock = state.hold()
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        _Master(request, state).run(on_ready)
+    finally:
+        os.close(lock)
+
+
+class _Master:
+    """One mount's life; its state is what the phases share."""
+
+    def __init__(self, request: Request, state: SlotState) -> None:
+        self._request = request
+        self._state_file = state
+        self._path = mountpoint.resolved(request.mountpoint)
+        self._made = False
+        self._device = ""
+        self._session = -1
+        self._clones: dict[int, int | None] = {}
+        """Each living worker's clone; None where the kernel cannot RESEND: then closing it ends its requests."""
+        self._started: dict[int, float] = {}
+        self._restarts: list[float] = []
+        """When (monotonic) each missing worker is started again."""
+        self._delay_seconds = 0.0
+        self._ready = False
+        self._over = False
+        self._keep_clones = device.can_resend()
+
+    def run(self, on_ready: Callable[[MountState], None]) -> None:
+        self._adopt_orphan()
+        self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+        try:
+            self._mount()
+            for _ in range(self._request.workers):
+                self._start_worker()
+            self._state_file.write(self._state())
+            self._wait_ready()
+            on_ready(self._state())
+            self._supervise()
+        finally:
+            self._take_down()
+
+    def _adopt_orphan(self) -> None:
+        """End what a killed master left serving: this mount replaces it."""
+        state = self._state_file.read()
+        if state is None:
+            return
+        path = Path(state.mountpoint)
+        if is_mounted(state):
+            log.warning("the master of %s at %s was killed; replacing it", state.slot, path)
+            mountpoint.unmount(path, lazy=True)
+        if state.made_mountpoint and path != self._path:
+            mountpoint.remove_folder(path)
+        self._state_file.remove()
+
+    def _mount(self) -> None:
+        loop = load_pyfuse3()
+        import pyfuse3
+
+        from accelfs.mount.operations import Operations
+
+        logging.getLogger("pyfuse3").addFilter(_is_worth_logging)
+        self._operations: Operations = Operations()
+        loop.hold = lambda: self._operations.initialized
+        slot, version = self._request.slot, self._request.version
+        options = {f"fsname=accelfs:{slot}@{version}", "subtype=accelfs", "ro", "default_permissions"}
+        if os.geteuid() == 0:
+            options.add("allow_other")
+        try:
+            pyfuse3.init(self._operations, str(self._path), options)
+        except RuntimeError as error:
+            hint = "" if os.geteuid() == 0 else "; without root, fusermount3 (package fuse3) must be installed"
+            raise MountError(f"{self._path}: cannot be mounted: {error}{hint}") from error
+        self._session = device.session_descriptor()
+        self._serving: Coroutine[Any, Any, None] = pyfuse3.main(1, 1)
+        device.handshake(self._session, lambda: self._serving.send(None))
+        self._loop: BlockingLoop = loop
+        row = mounted_at(self._path)
+        if row is None:
+            raise MountError(f"{self._path}: the mount vanished while it was made")
+        self._device = row.device
+        device.set_read_ahead(row.device, READ_AHEAD_BYTES)
+
+    def _start_worker(self) -> None:
+        clone = device.clone(self._session)
+        pid = os.fork()
+        if pid == 0:
+            code = worker.FAILED
+            try:
+                self._loop.hold = bool
+                code = worker.run(self._session, clone, self._operations, self._serving, self._request.open_tree)
+            finally:
+                logging.shutdown()
+                os._exit(code)
+        self._started[pid] = time.monotonic()
+        self._clones[pid] = clone if self._keep_clones else None
+        if not self._keep_clones:
+            os.close(clone)
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not device.answers(self._path, max(0.1, deadline - time.monotonic())):
+            self._reap()
+            if not self._clones and not self._restarts:
+                raise MountError(f"{self._path}: no worker could open the version; the log says why")
+            if time.monotonic() >= deadline:
+                raise MountError(f"{self._path}: the mount does not answer within {READY_SECONDS:.0f} s; see the log")
+        self._ready = True
+
+    def _supervise(self) -> None:
+        """Until the connection is over, or a signal asks to end it."""
+        while self._clones or self._restarts:
+            seconds = max(0.0, min(self._restarts) - time.monotonic()) if self._restarts else _IDLE_SECONDS
+            received = signal.sigtimedwait(_SIGNALS, seconds)
+            if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
+                log.info("%s: ending on signal %d", self._path, received.si_signo)
+                self._drain()
+                return
+            self._reap()
+            self._restart_due()
+
+    def _reap(self) -> None:
+        """Take every ended child and arrange for the dead workers' successors."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._clones:  # else it was a child that asked whether the mount answers
+                self._worker_ended(pid, os.waitstatus_to_exitcode(status))
+
+    def _worker_ended(self, pid: int, code: int) -> None:
+        clone = self._clones.pop(pid)
+        served_seconds = time.monotonic() - self._started.pop(pid)
+        if code == worker.ENDED:
+            self._over = True
+            self._restarts.clear()
+        elif not self._over and (self._ready or code != worker.CANNOT_OPEN):
+            steady = served_seconds >= _STEADY_SECONDS
+            self._delay_seconds = 0.0 if steady else min(RESTART_DELAY_SECONDS_MAX, 2 * self._delay_seconds + 0.05)
+            log.warning(
+                "worker %d ended with code %d after %.1f s; the next starts in %.2f s",
+                pid, code, served_seconds, self._delay_seconds,
+            )  # fmt: skip
+            self._restarts.append(time.monotonic() + self._delay_seconds)
+        if clone is not None:
+            device.resend(self._session)
+            os.close(clone)
+
+    def _restart_due(self) -> None:
+        now = time.monotonic()
+        due = [moment for moment in self._restarts if moment <= now]
+        if due and not self._over:
+            self._restarts = [moment for moment in self._restarts if moment > now]
+            for _ in due:
+                self._start_worker()
+            self._state_file.write(self._state())
+
+    def _drain(self) -> None:
+        """Unmount; readers of open files get DRAIN_SECONDS before their connection ends."""
+        try:
+            mountpoint.unmount(self._path, lazy=False)
+        except BusyError:
+            log.warning("%s is in use: detached; open files stay readable for %.0f s", self._path, DRAIN_SECONDS)
+            mountpoint.unmount(self._path, lazy=True)
+        except MountError as error:
+            log.warning("%s", error)  # somebody else has unmounted it already
+        self._over = True
+        self._restarts.clear()
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._clones and time.monotonic() < deadline:
+            signal.sigtimedwait((signal.SIGCHLD,), max(0.0, deadline - time.monotonic()))
+            self._reap()
+
+    def _take_down(self) -> None:
+        """Leave nothing behind: no mount, no worker, no folder that we made, no state."""
+        row = mounted_at(self._path)
+        if row is not None and row.type == ACCELFS_TYPE and row.device == self._device:
+            mountpoint.unmount(self._path, lazy=True)
+        for pid in list(self._clones):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if self._session >= 0:
+            os.close(self._session)
+        if self._made:
+            mountpoint.remove_folder(self._path)
+        self._state_file.remove()
+
+    def _state(self) -> MountState:
+        return MountState(
+            slot=str(self._request.slot), mountpoint=str(self._path), made_mountpoint=self._made,
+            version=self._request.version, device=self._device, master_pid=os.getpid(), worker_pids=sorted(self._clones),
+        )  # fmt: skip
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """pyfuse3 complains when an answer finds no request: it was interrupted, or answered after RESEND."""
+    return not record.getMessage().endswith(os.strerror(errno.ENOENT))

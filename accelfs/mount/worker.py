@@ -1,0 +1,75 @@
+"""What does one serving process do?
+
+It opens the tree, puts its own clone of the device in the session's place and resumes the coroutine that the
+master suspended behind INIT.  It ends with code 0 when the connection is over (unmounted), and with another code
+when it could not serve: the master then starts the next one.
+
+Concurrency: a forked process; a plain blocking loop, no threads, garbage collector off: what a request makes is
+freed by reference counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from accelfs.errors import AccelfsError
+
+if TYPE_CHECKING:
+    from accelfs.dataset.tree import Tree
+    from accelfs.mount.operations import Operations
+
+log = logging.getLogger(__name__)
+
+ENDED = 0
+CANNOT_OPEN = 3
+FAILED = 4
+
+
+def run(
+    session: int,
+    clone: int,
+    operations: Operations,
+    serving: Coroutine[Any, Any, None],
+    open_tree: Callable[[], Tree],
+) -> int:
+    """Serve until the connection is over; return the process's exit code."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the terminal's; the master decides what they mean
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.dup2(clone, session, inheritable=False)
+    _close_all_but({0, 1, 2, session, *_log_descriptors()})
+    try:
+        operations.tree = open_tree()
+    except AccelfsError as error:
+        log.error("%s", error)
+        return CANNOT_OPEN
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        serving.send(None)
+    except StopIteration:
+        return ENDED
+    except Exception:
+        log.exception("the serving loop failed")
+    return FAILED
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """The master's lock, its other workers' clones and its starter's pipe are not ours to hold open."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _log_descriptors() -> list[int]:
+    handlers = logging.getLogger().handlers
+    return [handler.stream.fileno() for handler in handlers if isinstance(handler, logging.StreamHandler)]

@@ -1,0 +1,226 @@
+"""Which names, attributes and bytes does a source hold?
+
+A source is a directory: a path or `file://` URL.  The walk visits every name once and never follows a
+symbolic link; files are opened relative to the root's descriptor, so that a tree deeper than PATH_MAX is
+read like any other.
+
+Concurrency: sync.  The walk runs in the packing process, `open_file` in the workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from accelfs.errors import SourceError, UsageError
+from accelfs.format.catalog import LINK, NAME_BYTES_MAX, Entry
+from accelfs.pack.listing import ListingWriter
+from accelfs.pack.report import Report
+from accelfs.store.filesystem import ACCELFS_TYPE, mount_table
+
+# Below PATH_MAX (4096), with room for one more component.
+_PATH_BYTES_MAX = 3800
+_FINGERPRINT = struct.Struct("<QqIIII")
+_NO_HASH = bytes(16)
+_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+def local_root(source: str) -> Path:
+    """The directory that a path or `file://` URL names; UsageError or SourceError says what is wrong with it."""
+    parts = urlsplit(source) if "://" in source else None
+    if parts is not None:
+        if parts.scheme != "file":
+            raise UsageError(
+                f"{source}: sources of type {parts.scheme}:// cannot be packed; use a local path or file://"
+            )
+        if parts.netloc not in ("", "localhost"):
+            raise UsageError(f"{source}: a file:// URL must name a path of this machine, as in file:///data/photos")
+        path = Path(unquote(parts.path))
+    else:
+        path = Path(source)
+    if not source or "\0" in source:
+        raise UsageError("the source is empty: name the folder to be packed")
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        raise SourceError(f"{source}: no such folder") from None
+    except OSError as error:
+        raise SourceError(f"{source}: {error.strerror}") from error
+    if stat.S_ISLNK(status.st_mode):
+        raise UsageError(f"{source}: is a symbolic link; name the folder itself: {os.path.realpath(path)}")
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{source}: is not a folder; name the folder that holds it")
+    if status.st_dev in _accelfs_devices():
+        raise UsageError(f"{source}: lies inside a mount of accelfs; pack the source that it was made from")
+    return Path(os.path.abspath(path))
+
+
+def walk(
+    root: Path, listing: ListingWriter, report: Report, *, skip_unreadable: bool, on_names: Callable[[int], None]
+) -> str:
+    """List the whole tree into `listing`; return the fingerprint of what was found.
+
+    `on_names` hears of the count now and then.  A directory that cannot be read raises SourceError, or is
+    kept empty and reported when `skip_unreadable`.
+    """
+    return _Walk(root, listing, report, skip_unreadable, on_names).run()
+
+
+def open_at(root: int, path: bytes, flags: int) -> int:
+    """open(2) of a path of any length, relative to a directory's descriptor."""
+    directory = root
+    try:
+        while len(path) > _PATH_BYTES_MAX:
+            cut = path.rindex(b"/", 0, _PATH_BYTES_MAX)
+            step = os.open(path[:cut], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            if directory != root:
+                os.close(directory)
+            directory, path = step, path[cut + 1 :]
+        return os.open(path or b".", flags, dir_fd=directory)
+    finally:
+        if directory != root:
+            os.close(directory)
+
+
+def open_file(root: int, path: bytes) -> int:
+    """Open a file for reading: never through a symbolic link, never waiting for a FIFO's other end."""
+    return open_at(root, path, _OPEN_FILE)
+
+
+def file_entry(status: os.stat_result, name_bytes: int) -> Entry:
+    """The entry of a name as the listing holds it before its bytes have a place."""
+    seconds, nanoseconds = divmod(status.st_mtime_ns, 1_000_000_000)
+    return Entry(
+        status.st_size, seconds, nanoseconds, status.st_mode, status.st_uid, status.st_gid, 1, 0, 0, name_bytes, 0,
+        0, 0, 0, _NO_HASH,
+    )  # fmt: skip
+
+
+class _Walk:
+    """Breadth first over the directories; all state of one walk."""
+
+    def __init__(
+        self, root: Path, listing: ListingWriter, report: Report, skip_unreadable: bool, on_names: Callable[[int], None]
+    ) -> None:
+        self._root = root
+        self._listing = listing
+        self._report = report
+        self._skip_unreadable = skip_unreadable
+        self._on_names = on_names
+        self._first_links: dict[tuple[int, int], int] = {}
+        self._fingerprint = hashlib.sha256()
+        self._forbidden_devices = _accelfs_devices()
+        self._queue: deque[tuple[int, bytes]] = deque()
+
+    def run(self) -> str:
+        root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(root)
+            self._device = status.st_dev
+            self._listing.add(file_entry(status, 0), 1, b"", b"", status.st_ino, status.st_dev)
+            self._note(b"", status)
+            self._queue.append((1, b""))
+            while self._queue:
+                number, path = self._queue.popleft()
+                self._directory(root, number, path)
+                self._on_names(self._listing.count)
+        finally:
+            os.close(root)
+        return self._fingerprint.hexdigest()
+
+    def _directory(self, root: int, number: int, path: bytes) -> None:
+        """Append the children of one directory.  Names are sorted first and looked at one by one, so that a
+        directory of millions costs no more memory than its names."""
+        first_child = self._listing.count + 1
+        subdirectories = count = 0
+        try:
+            directory = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            self._unreadable(path, error)
+        else:
+            try:
+                for name in self._names(directory, path):
+                    kind = self._child(directory, number, path, name)
+                    count += kind != 0
+                    subdirectories += kind == stat.S_IFDIR
+            finally:
+                os.close(directory)
+        self._listing.directories.extend((number, first_child, count, subdirectories))
+
+    def _names(self, directory: int, path: bytes) -> list[bytes]:
+        try:
+            return sorted(map(os.fsencode, os.listdir(directory)))
+        except OSError as error:
+            self._unreadable(path, error)
+            return []
+
+    def _child(self, directory: int, parent: int, folder: bytes, name: bytes) -> int:
+        """Append one child; return its type, or 0 when it is left out and reported."""
+        path = folder + b"/" + name if folder else name
+        try:
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            target = os.readlink(name, dir_fd=directory) if stat.S_ISLNK(status.st_mode) else b""
+        except OSError as error:
+            self._unreadable(path, error)
+            return 0
+        return stat.S_IFMT(status.st_mode) if self._add(parent, path, name, status, target) else 0
+
+    def _add(self, parent: int, path: bytes, name: bytes, status: os.stat_result, target: bytes) -> bool:
+        """False if the name is of a kind that is not packed."""
+        mode = status.st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+            self._report.name("fifo" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device", path)
+            return False
+        if status.st_dev != self._device and status.st_dev in self._forbidden_devices:
+            raise SourceError(
+                f"{os.fsdecode(path)}: a mount of accelfs lies inside the source; unmount it or pack another folder"
+            )
+        assert 0 < len(name) <= NAME_BYTES_MAX, "the kernel gives no other names"
+        entry = file_entry(status, len(name))
+        if stat.S_ISLNK(mode):
+            entry = entry._replace(size=len(target))
+        if status.st_nlink > 1 and not stat.S_ISDIR(mode):
+            node = self._first_links.setdefault((status.st_dev, status.st_ino), self._listing.count + 1)
+            if node != self._listing.count + 1:
+                entry = entry._replace(flags=LINK, position=node)
+                self._listing.further_links[node] += 1
+        number = self._listing.add(entry, parent, name, target, status.st_ino, status.st_dev)
+        self._note(name, status)
+        if stat.S_ISDIR(mode):
+            self._queue.append((number, path))
+        elif stat.S_ISREG(mode) and not entry.flags & LINK:
+            self._listing.files.append(number)
+            self._listing.sizes.append(status.st_size)
+        return True
+
+    def _note(self, name: bytes, status: os.stat_result) -> None:
+        seconds, nanoseconds = divmod(status.st_mtime_ns, 1_000_000_000)
+        size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+        self._fingerprint.update(
+            name + b"\0" + _FINGERPRINT.pack(size, seconds, nanoseconds, status.st_mode, status.st_uid, status.st_gid)
+        )
+
+    def _unreadable(self, path: bytes, error: OSError) -> None:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or not self._skip_unreadable:
+            raise SourceError(
+                f"{os.fsdecode(os.path.join(os.fsencode(self._root), path))}: {error.strerror}; nothing was published "
+                "(--skip-unreadable leaves such names out and reports them)"
+            ) from error
+        self._report.name("unreadable", path, error.strerror or str(error))
+
+
+def _accelfs_devices() -> frozenset[int]:
+    """Device numbers of the accelfs mounts of this node."""
+    devices = set()
+    for row in mount_table():
+        if row.type == ACCELFS_TYPE:
+            major, minor = row.device.split(":")
+            devices.add(os.makedev(int(major), int(minor)))
+    return frozenset(devices)

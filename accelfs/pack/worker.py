@@ -1,0 +1,306 @@
+"""What does one packing process do?
+
+It takes batches of files from a shared counter, reads each file once, hashes, compresses and appends it to a
+shard of its own, and writes the result into the listing.  One process a core keeps all cores busy without a
+lock: the shards of different processes never meet.  Messages to the parent are of the types in `Message`.
+
+A file is read between two fstats.  What changed since the walk is read with its new attributes; what changes
+while it is read is tried again, READ_TRIES times, and is then as unreadable as a file that vanished.
+
+Concurrency: a forked process, single-threaded; it ends when the parent's pipe closes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import struct
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from accelfs.errors import AccelfsError, FullError
+from accelfs.format.catalog import EXTENTS
+from accelfs.format.codec import CHUNK_BYTES, RAW, Compressor, ContentHash, checksum, content_hash
+from accelfs.format.shard import SHARD_BYTES_TARGET, ShardWriter
+from accelfs.pack.listing import Listing, Record, Result
+from accelfs.pack.profile import LEVEL, Plan, is_compressed
+from accelfs.pack.source import file_entry, open_file
+
+READ_TRIES = 3
+SHARDS_MAX = 1 << 20
+"""Shard numbers of one process: worker * SHARDS_MAX + its own count."""
+EXTENT = struct.Struct("<QQIIIBB2x")
+"""One line of a worker's extents file: chunk, position, shard, stored length, CRC32C, codec, dictionary."""
+# A large file is first tried on this much from its middle, so that a film is not compressed in vain.
+_PROBE_BYTES = 64 << 10
+_REPORT_FILES = 256
+# Errors of open and read that do not speak of the file.
+_OUR_TROUBLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every worker of one pack knows."""
+
+    root: Path
+    scratch: Path
+    plan: Plan
+    files: array[int]
+    order: array[int] | range
+    batches: array[int]
+    """Batch k covers the files order[batches[k]:batches[k + 1]]."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    files: int
+    source_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDone:
+    number: int
+    path: Path
+    hash: str
+    file_bytes: int
+    payload_offsets: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    number: int
+    path: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    kept_out: Counter[str] = field(default_factory=Counter)
+    """How many files have xattrs, acls, capabilities: what a version does not keep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: Exception
+
+
+Message = BatchDone | ShardDone | Unreadable | Finished | Failed
+
+
+class ChangedError(Exception):
+    """The file was written while it was read, READ_TRIES times."""
+
+
+def run(worker: int, task: Task, counter: Synchronized[int], parent: Connection) -> None:
+    """The process's main function."""
+    # Ctrl-C reaches the whole foreground group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        packer = _Packer(worker, task, parent)
+        try:
+            packer.pack(counter)
+        finally:
+            packer.close()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone; the next pack of the slot clears the scratch folder
+    except AccelfsError as error:
+        parent.send(Failed(error))
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        parent.send(Failed(FullError(f"{task.scratch}: no space left on the device") if full else error))
+    except Exception as error:
+        parent.send(Failed(error))
+
+
+class _Packer:
+    def __init__(self, worker: int, task: Task, parent: Connection) -> None:
+        self._worker = worker
+        self._task = task
+        self._parent = parent
+        self._listing = Listing(task.scratch)
+        self._root = os.open(task.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._compressor = Compressor(LEVEL, task.plan.dictionary) if task.plan.compression == "zstd" else None
+        self._dictionary = 1 if task.plan.dictionary else 0
+        self._extents = (task.scratch / f"extents-{worker}").open("wb")
+        self._shard: ShardWriter | None = None
+        self._shard_count = 0
+        self._kept_out: Counter[str] = Counter()
+
+    def close(self) -> None:
+        if self._shard is not None:
+            self._shard.close()
+        self._extents.close()
+        self._listing.close()
+        os.close(self._root)
+
+    def pack(self, counter: Synchronized[int]) -> None:
+        batches = self._task.batches
+        while True:
+            with counter.get_lock():
+                batch = counter.value
+                counter.value += 1
+            if batch >= len(batches) - 1:
+                break
+            self._batch(batches[batch], batches[batch + 1])
+        self._finish_shard()
+        self._extents.close()
+        self._parent.send(Finished(self._kept_out))
+
+    def _batch(self, start: int, end: int) -> None:
+        order, files = self._task.order, self._task.files
+        done = source_bytes = 0
+        for index in range(start, end):
+            number = files[order[index]]
+            record = self._listing.record(number)
+            path = self._listing.path(record)
+            try:
+                source_bytes += self._file(number, record, path)
+            except (OSError, ChangedError) as error:
+                if isinstance(error, OSError) and error.errno in _OUR_TROUBLE:
+                    raise
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                self._parent.send(Unreadable(number, path, reason))
+            done += 1
+            if done == _REPORT_FILES:
+                self._parent.send(BatchDone(done, source_bytes))
+                done = source_bytes = 0
+        self._parent.send(BatchDone(done, source_bytes))
+
+    def _file(self, number: int, record: Record, path: bytes) -> int:
+        """Store one file, whatever it takes; return its size."""
+        for _ in range(READ_TRIES):
+            descriptor = open_file(self._root, path)
+            try:
+                before = os.fstat(descriptor)
+                if not stat.S_ISREG(before.st_mode):
+                    raise OSError(errno.EINVAL, "is no longer a regular file")
+                sparse = before.st_blocks * 512 < before.st_size and _has_hole(descriptor, before.st_size)
+                if before.st_size > CHUNK_BYTES or sparse:
+                    result = self._large(descriptor, before)
+                else:
+                    result = self._small(descriptor, before.st_size)
+                if result is None or _state(os.fstat(descriptor)) != _state(before):
+                    continue
+                self._count_kept_out(descriptor)
+            finally:
+                os.close(descriptor)
+            fresh = file_entry(before, record.entry.name_bytes)
+            if fresh[:6] != record.entry[:6]:
+                self._listing.write_attributes(number, fresh)
+            self._listing.write_result(number, record, result)
+            return before.st_size
+        raise ChangedError("kept changing while it was read")
+
+    def _small(self, descriptor: int, size: int) -> Result | None:
+        """Store a file as one entry; None if it did not have the size that fstat told."""
+        data = os.read(descriptor, size + 1) if size else b""
+        while 0 < len(data) < size:  # a network file system may answer in parts
+            part = os.read(descriptor, size + 1 - len(data))
+            if not part:
+                break
+            data += part
+        if len(data) != size:
+            return None
+        if not data:
+            return Result(RAW, 0, 0, 0, 0, 0, content_hash(data))  # no bytes, no place
+        codec, dictionary, shard, position, length, crc = self._store(data)
+        return Result(codec, dictionary, 0, position, shard | length << 32, crc, content_hash(data))
+
+    def _large(self, descriptor: int, status: os.stat_result) -> Result | None:
+        """Store a file chunk by chunk; chunks that lie in a hole take no place."""
+        size = status.st_size
+        start = self._extents.tell()
+        digest = ContentHash()
+        count = 0
+        compress = self._probe(descriptor, size)
+        next_data = 0
+        for chunk, offset in enumerate(range(0, size, CHUNK_BYTES)):
+            length = min(CHUNK_BYTES, size - offset)
+            if next_data < offset + length:
+                next_data = max(next_data, _next_data(descriptor, offset, size))
+            if next_data >= offset + length:
+                digest.update(_ZEROS[:length])
+                continue
+            data = os.pread(descriptor, length, offset)
+            if len(data) != length:
+                return None
+            digest.update(data)
+            codec, dictionary, shard, position, stored_bytes, crc = self._store(data, compress)
+            self._extents.write(EXTENT.pack(chunk, position, shard, stored_bytes, crc, codec, dictionary))
+            count += 1
+            if count % 64 == 0:
+                self._parent.send(BatchDone(0, 0))  # a sign of life during a long file
+        return Result(RAW, 0, EXTENTS, start, status.st_blocks, self._worker << 32 | count, digest.digest())
+
+    def _probe(self, descriptor: int, size: int) -> bool:
+        """Is it worth trying to compress the chunks of this file?"""
+        if self._compressor is None or is_compressed(os.pread(descriptor, 16, 0)):
+            return False
+        sample = os.pread(descriptor, _PROBE_BYTES, max(0, size // 2 - _PROBE_BYTES // 2))
+        return self._compressor.compress(sample)[0] != RAW
+
+    def _store(self, data: bytes, compress: bool = True) -> tuple[int, int, int, int, int, int]:
+        """Append one entry to the open shard: (codec, dictionary, shard, position, stored length, CRC32C)."""
+        codec, stored = RAW, data
+        if compress and self._compressor is not None and not is_compressed(data[:16]):
+            codec, stored = self._compressor.compress(data)
+        if self._shard is not None and self._shard.entry_bytes >= SHARD_BYTES_TARGET:
+            self._finish_shard()
+        if self._shard is None:
+            self._shard = ShardWriter(self._task.scratch / f"shard-{self._worker}-{self._shard_count}")
+        ordinal, delta = self._shard.add(stored)
+        dictionary = self._dictionary if codec != RAW else 0
+        number = self._worker * SHARDS_MAX + self._shard_count
+        return codec, dictionary, number, ordinal << 32 | delta, len(stored), checksum(stored)
+
+    def _finish_shard(self) -> None:
+        if self._shard is None:
+            return
+        done = self._shard.finish()
+        number = self._worker * SHARDS_MAX + self._shard_count
+        self._parent.send(ShardDone(number, done.path, done.hash, done.file_bytes, array("Q", done.payload_offsets)))
+        self._shard = None
+        self._shard_count += 1
+
+    def _count_kept_out(self, descriptor: int) -> None:
+        try:
+            names = os.listxattr(descriptor)
+        except OSError:
+            return  # the file system has none
+        for name in names:
+            if name.startswith("system.posix_acl_"):
+                self._kept_out["acls"] += 1
+            elif name == "security.capability":
+                self._kept_out["capabilities"] += 1
+            elif name != "security.selinux":
+                self._kept_out["xattrs"] += 1
+
+
+_ZEROS = memoryview(bytes(CHUNK_BYTES))
+
+
+def _state(status: os.stat_result) -> tuple[int, int, int]:
+    """What a write to the file would change."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _has_hole(descriptor: int, size: int) -> bool:
+    """Fewer blocks than bytes may also be compression below us: ask the file system."""
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE) < size
+    except OSError:
+        return False
+
+
+def _next_data(descriptor: int, offset: int, size: int) -> int:
+    """The first offset from `offset` on that holds data; `size` if the rest is a hole."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else offset

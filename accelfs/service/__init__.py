@@ -1,0 +1,1 @@
+"""What does an operator administer?  The node's folders; instances, slots and tenants come on top of them."""
