@@ -16,6 +16,7 @@ from accelfs.service.node import Node
 
 if TYPE_CHECKING:
     from accelfs.dataset.tree import Attributes, Tree
+    from accelfs.dataset.versions import Version
 
 _PIECE_BYTES = 1 << 20
 _LOCATIONS_SHOWN = 20
@@ -30,7 +31,7 @@ def ls(
     recursive: Annotated[bool, typer.Option("-R", help="All names below, as paths relative to PATH.")] = False,
 ) -> None:
     """List names, one a line."""
-    with _open(slot) as tree:
+    with _find(slot).open_tree() as tree:
         root = tree.walk(os.fsencode(path))
         out = sys.stdout.buffer
         if not stat_module.S_ISDIR(root.mode):
@@ -54,7 +55,7 @@ def cat(
     paths: Annotated[list[str], typer.Argument(metavar="PATH…", help="Files inside the slot.", show_default=False)],
 ) -> None:
     """Write the bytes of files to stdout."""
-    with _open(slot) as tree:
+    with _find(slot).open_tree() as tree:
         out = sys.stdout.buffer
         for path in paths:
             found = tree.walk(os.fsencode(path))
@@ -75,7 +76,7 @@ def extract(
     """Write a file or folder of the slot as ordinary files: the way out, without a mount."""
     from accelfs.dataset import extract as extraction
 
-    with _open(slot) as tree:
+    with _find(slot).open_tree() as tree:
         done = extraction.extract(tree, os.fsencode(path), destination)
     print(f"{destination}: {done.names:,} names, {human_bytes(done.data_bytes)}")
 
@@ -84,12 +85,12 @@ def stat(slot: SlotVersion, path: TreePath, as_json: Json = False) -> None:
     """Show a name's attributes, and where and how its bytes are stored."""
     from accelfs.format.codec import CODEC_NAMES
 
-    name, version = slot_and_version(slot)
-    with _open(slot) as tree:
+    version = _find(slot)
+    with version.open_tree() as tree:
         found = tree.walk(os.fsencode(path))
         document: dict[str, Any] = {
-            "slot": str(name),
-            "version": version,
+            "slot": str(version.slot),
+            "version": version.number,
             "path": path,
             "type": _type(found.mode),
             "mode": f"{stat_module.S_IMODE(found.mode):04o}",
@@ -120,19 +121,18 @@ def stat(slot: SlotVersion, path: TreePath, as_json: Json = False) -> None:
     for key, value in document.items():
         print(f"{key:>9}  {value}")
     for row in stored[:_LOCATIONS_SHOWN]:
-        print(
-            f"   stored  chunk {row['chunk']}: {row['length']} bytes {row['codec']} at {row['offset']} of shard {row['shard']}, CRC32C {row['crc32c']}"
-        )
+        where = f"{row['length']} bytes {row['codec']} at {row['offset']} of shard {row['shard']}"
+        print(f"   stored  chunk {row['chunk']}: {where}, CRC32C {row['crc32c']}")
     if len(stored) > _LOCATIONS_SHOWN:
         print(f"           … {len(stored) - _LOCATIONS_SHOWN} more chunks (--json shows all)")
 
 
-def _open(slot: str) -> Tree:
+def _find(slot: str) -> Version:
     from accelfs.dataset import versions
 
     name, number = slot_and_version(slot)
     node = Node.from_environment()
-    return versions.find(node.store, name, number, node.trusted).open_tree()
+    return versions.find(node.store, name, number, node.trusted)
 
 
 def _line(tree: Tree, attributes: Attributes, name: bytes, long: bool) -> bytes:

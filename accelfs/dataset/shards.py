@@ -19,11 +19,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelfs.errors import DamagedError, NotFoundError, StoreError
-from accelfs.format.catalog import Place, ShardInfo
 from accelfs.format.codec import checksum
 from accelfs.format.lmdbfile import HEAD_BYTES, check_head
+
+if TYPE_CHECKING:
+    from accelfs.format.catalog import Place, ShardInfo
 
 OPEN_SHARDS_MAX = 512
 CHECKED_CHUNKS_MAX = 65_536

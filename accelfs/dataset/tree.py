@@ -60,7 +60,10 @@ class Location(NamedTuple):
 
 
 class Tree:
-    """One version, opened.  Methods raise TreeError for wrong paths and kinds, FormatError and StoreError for damage."""
+    """One version, opened.
+
+    Methods raise TreeError for wrong paths and kinds, FormatError and StoreError for damage.
+    """
 
     @classmethod
     def open(cls, catalog: Path, shard_path: Callable[[str], Path], dictionary: Callable[[str, int], bytes]) -> Tree:
@@ -142,7 +145,7 @@ class Tree:
         return parts[0] if first == last else b"".join(parts)
 
     def walk(self, path: bytes) -> Attributes:
-        """The node at a path relative to the root, symbolic links not followed; `.` and `..` as the kernel reads them."""
+        """The node at a path from the root; symbolic links are not followed, `.` and `..` are as in the kernel."""
         found = self.attributes(ROOT)
         parents = [ROOT]
         for name in path.split(b"/"):

@@ -15,10 +15,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelfs.errors import DamagedError, NotFoundError, StoreError
 from accelfs.format.codec import file_hash
-from accelfs.format.manifest import StoredObject
+
+if TYPE_CHECKING:
+    from accelfs.format.manifest import StoredObject
 
 
 def verify(path: Path, stored: StoredObject, trusted: Path) -> None:

@@ -47,8 +47,8 @@ class Compressor:
             level=level, dict_data=trained, write_checksum=False, write_content_size=True, write_dict_id=False
         )
 
-    def compress(self, data: bytes) -> tuple[int, bytes]:
-        """Return (codec, stored bytes).  Releases the GIL while it works."""
+    def compress(self, data: bytes | memoryview) -> tuple[int, bytes | memoryview]:
+        """Return (codec, stored bytes); RAW gives `data` back.  Releases the GIL while it works."""
         if len(data) < _SHRINKABLE_BYTES_MIN:
             return RAW, data
         stored = self._zstd.compress(data)

@@ -64,6 +64,7 @@ _TRAILER = struct.Struct("<8sIIQQ8x")
 _TRAILER_MAGIC = b"accelSHD"
 _TRAILER_KEY = b"accelfs.shard"
 _ORDINAL = struct.Struct(">Q")
+_TAIL_BYTES = 64
 
 # One chunk and the headers fill whole pages: 257 pages for 1 MiB, 0.4 %.
 PAYLOAD_BYTES_MAX = CHUNK_BYTES + PAGE_BYTES - PAGE_HEADER.size - _SEGMENT.size
@@ -93,33 +94,45 @@ class FinishedShard:
 
 
 class ShardWriter:
-    """Append stored entries to a new shard file; `add` returns where, `finish` says at which offset that is."""
+    """Append stored entries to a new shard file; `finish` says at which offset each segment lies.
+
+    An entry is written in two steps, so that a file is read straight into the segment: `reserve` gives room,
+    `commit` keeps the first bytes of it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._env: lmdb.Environment | None = None
         self._txn: lmdb.Transaction | None = None
-        self._parts: list[bytes] = []
-        self._payload_bytes = 0
+        self._segment = memoryview(bytearray(_SEGMENT.size + PAYLOAD_BYTES_MAX))
+        self._end = _SEGMENT.size
         self._entries = 0
         self._ordinal = 0
         self._uncommitted_bytes = 0
         self.entry_bytes = 0
 
-    def add(self, stored: bytes) -> tuple[int, int]:
-        """Append one entry; return (segment ordinal, offset in that segment's payload)."""
-        length = len(stored)
-        if self._payload_bytes + length > PAYLOAD_BYTES_MAX:
+    def reserve(self, length: int) -> memoryview:
+        """Writable room for an entry of up to `length` bytes, at most PAYLOAD_BYTES_MAX; void after the next call."""
+        if self._end + length > len(self._segment):
             self._flush_segment()
-        delta = self._payload_bytes
-        self._parts.append(stored)
-        padding = -length % ALIGN_BYTES
-        if padding:
-            self._parts.append(bytes(padding))
-        self._payload_bytes += length + padding
+        return self._segment[self._end : self._end + length]
+
+    def commit(self, length: int) -> tuple[int, int]:
+        """Keep `length` bytes of the reserved room as one entry; return (segment ordinal, offset in its payload)."""
+        delta = self._end - _SEGMENT.size
+        end = self._end + length
+        self._end = end + -length % ALIGN_BYTES
+        if self._end > len(self._segment):
+            self._end = end  # the last entry of a full segment needs no gap behind it
+        self._segment[end : self._end] = bytes(self._end - end)
         self._entries += 1
         self.entry_bytes += length
         return self._ordinal, delta
+
+    def add(self, stored: bytes) -> tuple[int, int]:
+        """Append an entry that is in memory; return (segment ordinal, offset in its payload)."""
+        self.reserve(len(stored))[:] = stored
+        return self.commit(len(stored))
 
     def finish(self) -> FinishedShard:
         """Write what is left, make the file durable, find every segment's offset and check it."""
@@ -137,7 +150,7 @@ class ShardWriter:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        segments = check(self._path)
+        segments = check(self._path, whole=False)
         offsets = [segment.offset for segment in segments]
         return FinishedShard(self._path, file_hash(self._path), self._path.stat().st_size, self.entry_bytes, offsets)
 
@@ -158,50 +171,71 @@ class ShardWriter:
         return self._txn
 
     def _flush_segment(self) -> None:
-        missing = _PAYLOAD_BYTES_MIN - self._payload_bytes
-        if missing > 0:
-            self._parts.append(bytes(missing))
-            self._payload_bytes += missing
-        header = _SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, self._entries, self._ordinal, self._payload_bytes)
+        shortest = _SEGMENT.size + _PAYLOAD_BYTES_MIN
+        if self._end < shortest:
+            self._segment[self._end : shortest] = bytes(shortest - self._end)
+            self._end = shortest
+        payload_bytes = self._end - _SEGMENT.size
+        _SEGMENT.pack_into(
+            self._segment, 0, _SEGMENT_MAGIC, FORMAT_VERSION, self._entries, self._ordinal, payload_bytes
+        )
         with lmdbfile.translated(self._path):
             txn = self._transaction()
-            txn.put(_ORDINAL.pack(self._ordinal), b"".join((header, *self._parts)), append=True)
-            self._uncommitted_bytes += self._payload_bytes
+            txn.put(_ORDINAL.pack(self._ordinal), self._segment[: self._end], append=True)
+            self._uncommitted_bytes += payload_bytes
             if self._uncommitted_bytes >= lmdbfile.COMMIT_BYTES:
                 txn.commit()
                 self._txn = None
                 self._uncommitted_bytes = 0
         self._ordinal += 1
-        self._parts.clear()
-        self._payload_bytes = self._entries = 0
+        self._end = _SEGMENT.size
+        self._entries = 0
 
 
-def check(path: Path) -> list[Segment]:
+def check(path: Path, *, whole: bool = True) -> list[Segment]:
     """Return the segments in order, found in the file's pages and checked against LMDB's own answers.
 
-    Raises DamagedError where the two ways disagree and UnknownVersionError for another format version.
+    `whole` compares every byte of both ways, else the two ends of each segment, which tells where it lies.
+    Raises DamagedError where they disagree and UnknownVersionError for another format version.
     """
-    with lmdbfile.open_immutable(path, 0) as env, lmdbfile.translated(path), path.open("rb") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            segments = list(_scan(view, path))
-            with env.begin(buffers=True) as txn:
-                trailer = txn.get(_TRAILER_KEY)
-                if trailer is None or len(trailer) != _TRAILER.size:
-                    raise DamagedError(f"{path}: the shard was not finished")
-                magic, version, page_bytes, count, _ = _TRAILER.unpack(trailer)
-                if magic != _TRAILER_MAGIC or bytes(trailer[-8:]) != bytes(8):
-                    raise DamagedError(f"{path}: not a shard")
-                if version != FORMAT_VERSION or page_bytes != PAGE_BYTES:
-                    raise UnknownVersionError(f"{path}: shard format {version} with pages of {page_bytes} bytes; "
-                                              f"this release reads format {FORMAT_VERSION}")  # fmt: skip
-                if count != len(segments) or txn.stat()["entries"] != count + 1:
-                    raise DamagedError(f"{path}: {len(segments)} segments in the file, {count} promised")
-                for segment in segments:
-                    start = segment.offset - _SEGMENT.size
-                    value = txn.get(_ORDINAL.pack(segment.ordinal))
-                    if value is None or value != view[start : segment.offset + segment.payload_bytes]:
-                        raise DamagedError(f"{path}: segment {segment.ordinal} is not where its pages say")
+    with (
+        lmdbfile.open_immutable(path, 0) as env,
+        lmdbfile.translated(path),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        segments = list(_scan(view, path))
+        with env.begin(buffers=True) as txn:
+            _check_trailer(txn, len(segments), path)
+            for segment in segments:
+                start, end = segment.offset - _SEGMENT.size, segment.offset + segment.payload_bytes
+                value = txn.get(_ORDINAL.pack(segment.ordinal))
+                if value is None or not _same(value, view[start:end], whole):
+                    raise DamagedError(f"{path}: segment {segment.ordinal} is not where its pages say")
     return segments
+
+
+def _same(value: memoryview, found: memoryview, whole: bool) -> bool:
+    if whole or len(value) != len(found):
+        return value == found
+    return value[: _SEGMENT.size] == found[: _SEGMENT.size] and value[-_TAIL_BYTES:] == found[-_TAIL_BYTES:]
+
+
+def _check_trailer(txn: lmdb.Transaction, segments: int, path: Path) -> None:
+    trailer = txn.get(_TRAILER_KEY)
+    if trailer is None or len(trailer) != _TRAILER.size:
+        raise DamagedError(f"{path}: the shard was not finished")
+    magic, version, page_bytes, count, _ = _TRAILER.unpack(trailer)
+    if magic != _TRAILER_MAGIC or bytes(trailer[-8:]) != bytes(8):
+        raise DamagedError(f"{path}: not a shard")
+    if version != FORMAT_VERSION or page_bytes != PAGE_BYTES:
+        raise UnknownVersionError(
+            f"{path}: shard format {version} with pages of {page_bytes} bytes; this release reads format "
+            f"{FORMAT_VERSION} with pages of {PAGE_BYTES}"
+        )
+    if count != segments or txn.stat()["entries"] != count + 1:
+        raise DamagedError(f"{path}: {segments} segments in the file, {count} promised")
 
 
 def _scan(view: memoryview, path: Path) -> Iterator[Segment]:

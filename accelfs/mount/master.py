@@ -261,7 +261,8 @@ class _Master:
     def _state(self) -> MountState:
         return MountState(
             slot=str(self._request.slot), mountpoint=str(self._path), made_mountpoint=self._made,
-            version=self._request.version, device=self._device, master_pid=os.getpid(), worker_pids=sorted(self._clones),
+            version=self._request.version, device=self._device, master_pid=os.getpid(),
+            worker_pids=sorted(self._clones),
         )  # fmt: skip
 
 

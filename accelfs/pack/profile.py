@@ -20,11 +20,13 @@ import random
 from array import array
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from accelfs.format.codec import CHUNK_BYTES, RAW, Compressor, train_dictionary
-from accelfs.pack.listing import Listing, ListingWriter
 from accelfs.pack.source import open_file
+
+if TYPE_CHECKING:
+    from accelfs.pack.listing import Listing, ListingWriter
 
 ProfileName = Literal["auto", "image", "text", "video", "raw"]
 PROFILES: tuple[ProfileName, ...] = ("auto", "image", "text", "video", "raw")
@@ -119,7 +121,7 @@ def _shrinks(samples: list[tuple[bytes, bytes]]) -> bool:
     total = stored = 0
     for _, data in samples:
         total += len(data)
-        codec, kept = (RAW, data) if is_compressed(data) else compressor.compress(data)
+        _codec, kept = (RAW, data) if is_compressed(data) else compressor.compress(data)
         stored += len(kept)
     return stored < 0.97 * total
 

@@ -17,13 +17,16 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from accelfs.errors import SourceError, UsageError
 from accelfs.format.catalog import LINK, NAME_BYTES_MAX, Entry
-from accelfs.pack.listing import ListingWriter
-from accelfs.pack.report import Report
 from accelfs.store.filesystem import ACCELFS_TYPE, mount_table
+
+if TYPE_CHECKING:
+    from accelfs.pack.listing import ListingWriter
+    from accelfs.pack.report import Report
 
 # Below PATH_MAX (4096), with room for one more component.
 _PATH_BYTES_MAX = 3800

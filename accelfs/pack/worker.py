@@ -12,6 +12,8 @@ Concurrency: a forked process, single-threaded; it ends when the parent's pipe c
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import signal
@@ -101,6 +103,7 @@ def run(worker: int, task: Task, counter: Synchronized[int], parent: Connection)
     """The process's main function."""
     # Ctrl-C reaches the whole foreground group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _keep_memory()
     try:
         packer = _Packer(worker, task, parent)
         try:
@@ -199,18 +202,21 @@ class _Packer:
 
     def _small(self, descriptor: int, size: int) -> Result | None:
         """Store a file as one entry; None if it did not have the size that fstat told."""
-        data = os.read(descriptor, size + 1) if size else b""
-        while 0 < len(data) < size:  # a network file system may answer in parts
-            part = os.read(descriptor, size + 1 - len(data))
-            if not part:
+        if not size:
+            # No bytes, no place; but a file that grew meanwhile is read again.
+            return Result(RAW, 0, 0, 0, 0, 0, _HASH_OF_NOTHING) if not os.read(descriptor, 1) else None
+        shard, room = self._reserve(size + 1)
+        count = os.readv(descriptor, (room,))
+        while 0 < count < size:  # a network file system may answer in parts
+            more = os.readv(descriptor, (room[count:],))
+            if not more:
                 break
-            data += part
-        if len(data) != size:
+            count += more
+        if count != size:
             return None
-        if not data:
-            return Result(RAW, 0, 0, 0, 0, 0, content_hash(data))  # no bytes, no place
-        codec, dictionary, shard, position, length, crc = self._store(data)
-        return Result(codec, dictionary, 0, position, shard | length << 32, crc, content_hash(data))
+        digest = content_hash(room[:size])
+        codec, dictionary, position, length, crc = self._keep(shard, room[:size], True)
+        return Result(codec, dictionary, 0, position, self._shard_number | length << 32, crc, digest)
 
     def _large(self, descriptor: int, status: os.stat_result) -> Result | None:
         """Store a file chunk by chunk; chunks that lie in a hole take no place."""
@@ -227,12 +233,13 @@ class _Packer:
             if next_data >= offset + length:
                 digest.update(_ZEROS[:length])
                 continue
-            data = os.pread(descriptor, length, offset)
-            if len(data) != length:
+            shard, room = self._reserve(length)
+            if os.preadv(descriptor, (room,), offset) != length:
                 return None
-            digest.update(data)
-            codec, dictionary, shard, position, stored_bytes, crc = self._store(data, compress)
-            self._extents.write(EXTENT.pack(chunk, position, shard, stored_bytes, crc, codec, dictionary))
+            digest.update(room)
+            codec, dictionary, position, stored_bytes, crc = self._keep(shard, room, compress)
+            row = EXTENT.pack(chunk, position, self._shard_number, stored_bytes, crc, codec, dictionary)
+            self._extents.write(row)
             count += 1
             if count % 64 == 0:
                 self._parent.send(BatchDone(0, 0))  # a sign of life during a long file
@@ -245,26 +252,38 @@ class _Packer:
         sample = os.pread(descriptor, _PROBE_BYTES, max(0, size // 2 - _PROBE_BYTES // 2))
         return self._compressor.compress(sample)[0] != RAW
 
-    def _store(self, data: bytes, compress: bool = True) -> tuple[int, int, int, int, int, int]:
-        """Append one entry to the open shard: (codec, dictionary, shard, position, stored length, CRC32C)."""
-        codec, stored = RAW, data
-        if compress and self._compressor is not None and not is_compressed(data[:16]):
-            codec, stored = self._compressor.compress(data)
+    def _reserve(self, size: int) -> tuple[ShardWriter, memoryview]:
+        """Room for `size` bytes in the open shard, which is closed first when it is full."""
         if self._shard is not None and self._shard.entry_bytes >= SHARD_BYTES_TARGET:
             self._finish_shard()
         if self._shard is None:
             self._shard = ShardWriter(self._task.scratch / f"shard-{self._worker}-{self._shard_count}")
-        ordinal, delta = self._shard.add(stored)
-        dictionary = self._dictionary if codec != RAW else 0
-        number = self._worker * SHARDS_MAX + self._shard_count
-        return codec, dictionary, number, ordinal << 32 | delta, len(stored), checksum(stored)
+        return self._shard, self._shard.reserve(size)
+
+    def _keep(self, shard: ShardWriter, data: memoryview, compress: bool) -> tuple[int, int, int, int, int]:
+        """Make the bytes in the reserved room an entry: (codec, dictionary, position, stored length, CRC32C)."""
+        codec, length = RAW, len(data)
+        if compress and self._compressor is not None and not is_compressed(data[:16].tobytes()):
+            codec, stored = self._compressor.compress(data)
+            if codec != RAW:
+                length = len(stored)
+                data[:length] = stored
+        crc = checksum(data[:length])
+        ordinal, delta = shard.commit(length)
+        return codec, self._dictionary if codec != RAW else 0, ordinal << 32 | delta, length, crc
+
+    @property
+    def _shard_number(self) -> int:
+        """The open shard's number before `build` numbers the shards of all workers."""
+        return self._worker * SHARDS_MAX + self._shard_count
 
     def _finish_shard(self) -> None:
         if self._shard is None:
             return
         done = self._shard.finish()
-        number = self._worker * SHARDS_MAX + self._shard_count
-        self._parent.send(ShardDone(number, done.path, done.hash, done.file_bytes, array("Q", done.payload_offsets)))
+        self._parent.send(
+            ShardDone(self._shard_number, done.path, done.hash, done.file_bytes, array("Q", done.payload_offsets))
+        )
         self._shard = None
         self._shard_count += 1
 
@@ -282,6 +301,19 @@ class _Packer:
                 self._kept_out["xattrs"] += 1
 
 
+def _keep_memory() -> None:
+    """Let malloc keep what it frees: LMDB's dirty pages (1 MB each) would go back to the kernel and be faulted in
+    again for every segment, a fifth of the time of a copying pack."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # not glibc
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+
+
+# malloc.h of glibc.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_HASH_OF_NOTHING = content_hash(b"")
 _ZEROS = memoryview(bytes(CHUNK_BYTES))
 
 
