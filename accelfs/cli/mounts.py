@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,13 @@ _UMOUNT_SECONDS = 10.0
 _DEFAULT_WORKERS_MAX = 4
 
 
+class Engine(str, Enum):
+    """Who speaks FUSE in a worker."""
+
+    fast = "fast"
+    pyfuse3 = "pyfuse3"
+
+
 def mount(
     slot: Slot,
     mountpoint: Annotated[
@@ -30,6 +38,9 @@ def mount(
         int | None,
         typer.Option(min=1, max=16, help="Serving processes.  [default: one a core, at most 4]", show_default=False),
     ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="fast answers hot requests itself; pyfuse3 leaves all to the library.")
+    ] = Engine.fast,
     version: Annotated[
         int | None, typer.Option(min=1, help="Version to mount.  [default: the newest]", show_default=False)
     ] = None,
@@ -53,7 +64,7 @@ def mount(
         slot=name, version=found.number, mountpoint=mountpoint or node.mountpoint(name),
         create_mountpoint=mountpoint is None,
         workers=workers or min(_DEFAULT_WORKERS_MAX, len(os.sched_getaffinity(0))),
-        run=node.run, open_tree=found.open_tree,
+        engine=engine.value, run=node.run, open_tree=found.open_tree,
     )  # fmt: skip
     if foreground:
         daemon.log_to(2)

@@ -50,8 +50,8 @@ Database `shards`:  shard number u32, big-endian -> (56 bytes): SHA-256 32s, fil
 Database `dictionaries`:  dictionary number u8 (1 …) -> (40 bytes): SHA-256 32s, bytes u64.
 
 A file above the chunk size or with holes has EXTENTS: one place a chunk, decoded length = what is left of
-the file, at most CHUNK_BYTES.  A further hard link carries the attributes of its node, LINK and nothing
-else.  Stored lengths are u32 because an entry never exceeds one chunk; sizes, offsets and counts are u64.
+the file, at most CHUNK_BYTES.  A further hard link carries the attributes and the content hash of its
+node (with EXTENTS also its blocks), LINK and the node's number, but no place.  Stored lengths are u32 because an entry never exceeds one chunk; sizes, offsets and counts are u64.
 
 Concurrency: sync.  A `Catalog` is opened after a fork and belongs to one thread; it holds one read
 transaction for its whole life, which is safe because nobody ever writes the file again.
@@ -84,6 +84,7 @@ _HEADER = struct.Struct("<8sII5Q32s8x")
 _HEADER_MAGIC = b"accelCAT"
 _HEADER_KEY = b"catalog"
 ENTRY = struct.Struct("<QqIIIIIBBBBQQQ16s")
+_NAME_BYTES_OFFSET = 38
 _NUMBER = struct.Struct(">Q")
 _NAME_KEY = struct.Struct(">QI")
 _INDEX = struct.Struct("<I")
@@ -172,11 +173,11 @@ class Header:
     tree_digest: str
 
 
-def blocks(entry: Entry) -> int:
-    """512-byte blocks as st_blocks shows them: the source's for files with holes, else from the size."""
-    if entry.flags & EXTENTS:
-        return max(1, entry.extra) if entry.size else 0
-    return -(-entry.size // 512)
+def blocks(size: int, flags: int, extra: int) -> int:
+    """512-byte blocks as st_blocks shows them: the source's for files with holes, never 0, else from the size."""
+    if flags & EXTENTS:
+        return max(1, extra) if size else 0
+    return -(-size // 512)
 
 
 class TreeDigest:
@@ -256,7 +257,7 @@ class CatalogWriter:
             self._files += 1
             if not entry.flags & LINK:
                 self._data_bytes += entry.size
-                self._data_blocks += blocks(entry)
+                self._data_blocks += blocks(entry.size, entry.flags, entry.extra)
                 if not entry.flags & EXTENTS:
                     self._stored_bytes += entry.extra >> 32
 
@@ -377,19 +378,29 @@ class Catalog:
     def entry(self, number: int) -> Entry:
         return Entry._make(ENTRY.unpack_from(self.record(number)))
 
-    def lookup(self, directory: int, first_child: int, name: bytes) -> int | None:
-        """Return the number of the child called `name`, or None."""
+    @staticmethod
+    def name(record: memoryview) -> bytes:
+        """The name in a raw value; empty for the root."""
+        return bytes(record[ENTRY.size : ENTRY.size + record[_NAME_BYTES_OFFSET]])
+
+    @staticmethod
+    def target(record: memoryview) -> bytes:
+        """The target in a symbolic link's raw value."""
+        return bytes(record[ENTRY.size + record[_NAME_BYTES_OFFSET] :])
+
+    def lookup(self, directory: int, first_child: int, name: bytes) -> tuple[int, memoryview] | None:
+        """Return (number, raw value) of the child called `name`, or None."""
         value = self._txn.get(_NAME_KEY.pack(directory, name_hash(name)), db=self._databases.names)
         if value is None:
             return None
         for (index,) in _INDEX.iter_unpack(value):
             record = self.record(first_child + index)
-            if record[38] == len(name) and record[ENTRY.size : ENTRY.size + len(name)] == name:
-                return first_child + int(index)
+            if record[_NAME_BYTES_OFFSET] == len(name) and record[ENTRY.size : ENTRY.size + len(name)] == name:
+                return first_child + index, record
         return None
 
-    def children(self, first_child: int, count: int) -> Iterator[tuple[int, Entry, bytes]]:
-        """Yield (number, entry, name) of `count` entries from `first_child`: one range scan."""
+    def children(self, first_child: int, count: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield (number, raw value) of `count` entries from `first_child`: one range scan."""
         if count <= 0:
             return
         number = first_child
@@ -397,8 +408,7 @@ class Catalog:
         with self._txn.cursor(db=self._databases.entries) as cursor:
             if cursor.set_key(first_child.to_bytes(8, "big")):
                 for value in cursor.iternext(keys=False, values=True):
-                    entry = Entry._make(ENTRY.unpack_from(value))
-                    yield number, entry, bytes(value[ENTRY.size : ENTRY.size + entry.name_bytes])
+                    yield number, value
                     number += 1
                     if number == end:
                         return
@@ -411,6 +421,21 @@ class Catalog:
             return None
         offset, shard_number, length, crc, codec, dictionary, _ = _PLACE.unpack(value)
         return Place(offset, shard_number, length, crc, codec, dictionary)
+
+    def next_chunk(self, number: int, chunk: int, *, data: bool) -> int | None:
+        """The first chunk from `chunk` on that holds data, or that is a hole; None: no data follows."""
+        with self._txn.cursor(db=self._databases.extents) as cursor:
+            found = cursor.set_range(_EXTENT_KEY.pack(number, chunk))
+            for key in cursor.iternext(keys=True, values=False) if found else ():
+                node, at = _EXTENT_KEY.unpack(key)
+                if node != number:
+                    break
+                if data:
+                    return int(at)
+                if at != chunk:
+                    break
+                chunk += 1
+        return None if data else chunk
 
     def shard(self, number: int) -> ShardInfo:
         value = self._txn.get(_SHARD_KEY.pack(number), db=self._databases.shards)

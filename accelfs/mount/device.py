@@ -24,17 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from accelfs.errors import MountError
+from accelfs.mount.protocol import FUSE_DEV_IOC_CLONE, FUSE_NOTIFY_RESEND, OUT_HEADER, REQUEST_BYTES_MAX
 
 DEVICE = Path("/dev/fuse")
-FUSE_DEV_IOC_CLONE = 0x8004E500  # _IOR(229, 0, uint32_t)
-FUSE_NOTIFY_RESEND = 7
-REQUEST_BYTES_MAX = (1 << 20) + 8192
-"""The kernel wants room for max_write and the headers in every read(2)."""
 MAX_BACKGROUND = 4096
-_OUT_HEADER = struct.Struct("<IiQ")  # fuse_out_header: len, error, unique
-# fuse_init_out after the header: major, minor, max_readahead, flags, then the two u16 that libfuse gets wrong.
-_INIT_BACKGROUND = struct.Struct("<HH")
-_INIT_BACKGROUND_OFFSET = _OUT_HEADER.size + 16
+# The two u16 of fuse_init_out that libfuse gets wrong: max_background and congestion_threshold.
+_INIT_BACKGROUND = struct.Struct("=HH")
+_INIT_BACKGROUND_OFFSET = OUT_HEADER.size + 16
 _RESEND_SINCE = (6, 9)
 
 
@@ -91,7 +87,7 @@ def clone(session: int) -> int:
     """A new descriptor on the same connection, with requests in flight of its own."""
     descriptor = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(descriptor, FUSE_DEV_IOC_CLONE, struct.pack("<I", session))
+        fcntl.ioctl(descriptor, FUSE_DEV_IOC_CLONE, struct.pack("=I", session))
     except OSError:
         os.close(descriptor)
         raise
@@ -107,7 +103,7 @@ def can_resend() -> bool:
 def resend(session: int) -> None:
     """Queue every request again that was read and not answered; a second answer is ignored by the kernel."""
     try:
-        os.write(session, _OUT_HEADER.pack(_OUT_HEADER.size, FUSE_NOTIFY_RESEND, 0))
+        os.write(session, OUT_HEADER.pack(OUT_HEADER.size, FUSE_NOTIFY_RESEND, 0))
     except OSError as error:
         if error.errno != errno.ENODEV:  # unmounted in between
             raise

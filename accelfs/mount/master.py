@@ -57,6 +57,7 @@ class Request:
     mountpoint: Path
     create_mountpoint: bool
     workers: int
+    engine: worker.Engine
     run: Path
     open_tree: Callable[[], Tree]
 
@@ -157,8 +158,12 @@ class _Master:
         if pid == 0:
             code = worker.FAILED
             try:
-                self._loop.hold = bool
-                code = worker.run(self._session, clone, self._operations, self._serving, self._request.open_tree)
+                if self._request.engine == "pyfuse3":
+                    self._loop.hold = bool  # from here on it blocks in read(2) instead of suspending
+                code = worker.run(
+                    self._session, clone, self._request.engine, self._operations, self._serving,
+                    self._request.open_tree,
+                )  # fmt: skip
             finally:
                 logging.shutdown()
                 os._exit(code)

@@ -32,7 +32,7 @@ FOREVER_SECONDS = 365 * 86400
 BLOCK_BYTES = 512
 _LOGGED_MAX = 1024
 # Directory positions: 1 is behind ".", 2 behind "..", n + 3 behind child n.
-_DOTS = 2
+DOTS = 2
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
@@ -50,12 +50,17 @@ def _guarded(handler: Handler) -> Handler:
             raise pyfuse3.FUSEError(error.errno) from None
         except AccelfsError as error:
             self.log_once(str(error))
-            raise pyfuse3.FUSEError(error.errno if error.errno != errno.ENOENT else errno.EIO) from None
+            raise pyfuse3.FUSEError(errno_of(error)) from None
         except Exception:
             log.exception("%s%r failed; answered EIO", handler.__name__, arguments[:3])
             raise pyfuse3.FUSEError(errno.EIO) from None
 
     return guarded  # type: ignore[return-value]  # the wrapper has the handler's own face
+
+
+def errno_of(error: AccelfsError) -> int:
+    """What the kernel hears.  What the catalog promises and the store lacks is EIO, never "no such file"."""
+    return errno.EIO if error.errno == errno.ENOENT else error.errno
 
 
 class Operations(pyfuse3.Operations):
@@ -118,10 +123,10 @@ class Operations(pyfuse3.Operations):
         tree = self._tree
         if start_id < 1 and not pyfuse3.readdir_reply(token, b".", _entry(tree.attributes(fh)), 1):
             return
-        if start_id < _DOTS and not pyfuse3.readdir_reply(token, b"..", _entry(tree.attributes(tree.parent(fh))), 2):
+        if start_id < DOTS and not pyfuse3.readdir_reply(token, b"..", _entry(tree.attributes(tree.parent(fh))), 2):
             return
-        for child in tree.list(fh, max(0, start_id - _DOTS)):
-            if not pyfuse3.readdir_reply(token, child.name, _entry(child.attributes), child.position + _DOTS + 1):
+        for child in tree.list(fh, max(0, start_id - DOTS)):
+            if not pyfuse3.readdir_reply(token, child.name, _entry(child.attributes), child.position + DOTS + 1):
                 return
 
     @_guarded

@@ -16,15 +16,18 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelfs.errors import AccelfsError
+from accelfs.mount.fast import FastPath
 
 if TYPE_CHECKING:
     from accelfs.dataset.tree import Tree
     from accelfs.mount.operations import Operations
 
 log = logging.getLogger(__name__)
+
+Engine = Literal["fast", "pyfuse3"]
 
 ENDED = 0
 CANNOT_OPEN = 3
@@ -34,6 +37,7 @@ FAILED = 4
 def run(
     session: int,
     clone: int,
+    engine: Engine,
     operations: Operations,
     serving: Coroutine[Any, Any, None],
     open_tree: Callable[[], Tree],
@@ -43,10 +47,11 @@ def run(
         signal.signal(number, signal.SIG_IGN)  # the terminal's; the master decides what they mean
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.dup2(clone, session, inheritable=False)
-    _close_all_but({0, 1, 2, session, *_log_descriptors()})
+    if engine == "pyfuse3":
+        os.dup2(clone, session, inheritable=False)
+    _close_all_but({0, 1, 2, session, clone, *_log_descriptors()})
     try:
-        operations.tree = open_tree()
+        operations.tree = tree = open_tree()
     except AccelfsError as error:
         log.error("%s", error)
         return CANNOT_OPEN
@@ -54,7 +59,11 @@ def run(
     gc.freeze()
     gc.disable()
     try:
-        serving.send(None)
+        if engine == "pyfuse3":
+            serving.send(None)
+        else:
+            FastPath(session, clone, operations, serving, tree).serve()
+            return ENDED
     except StopIteration:
         return ENDED
     except Exception:

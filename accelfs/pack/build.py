@@ -313,8 +313,10 @@ class _Version:
             elif entry.flags & LINK:
                 node = listing.record(entry.position)
                 entry = node.entry._replace(
-                    nlink=1 + self._written.further_links[record.entry.position], codec=0, dictionary=0, flags=LINK,
-                    name_bytes=len(name), position=self._renumbered(record.entry.position), extra=0, parent_or_crc=0,
+                    nlink=1 + self._written.further_links[record.entry.position], codec=0, dictionary=0,
+                    flags=LINK | node.entry.flags & EXTENTS,
+                    name_bytes=len(name), position=self._renumbered(record.entry.position),
+                    extra=node.entry.extra if node.entry.flags & EXTENTS else 0, parent_or_crc=0,
                 )  # fmt: skip
                 self._counts["links"] += 1
                 self._counts["files" if entry.is_file else "symlinks"] += 1
