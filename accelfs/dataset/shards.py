@@ -45,19 +45,28 @@ class Shards:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def entry(self, place: Place) -> bytes:
+    def entry(self, shard: int, offset: int, length: int, crc32c: int) -> bytes:
         """All stored bytes of a place, compared with their CRC32C."""
-        data = self._read(place.shard, place.length, place.offset)
-        if checksum(data) != place.crc32c:
+        data = self.part(shard, offset, length)
+        if checksum(data) != crc32c:
             raise DamagedError(
-                f"{self._name(place.shard)}: the {place.length} bytes at {place.offset} are damaged (CRC32C); "
+                f"{self._name(shard)}: the {length} bytes at {offset} are damaged (CRC32C); "
                 "pack the slot again or restore the shard"
             )
         return data
 
-    def part(self, place: Place, start: int, size: int) -> bytes:
-        """Some of the stored bytes of a place that was checked before."""
-        return self._read(place.shard, size, place.offset + start)
+    def part(self, shard: int, offset: int, length: int) -> bytes:
+        """Stored bytes that need no check: they are compared by the caller, or were before."""
+        descriptor = self._descriptors.get(shard)
+        if descriptor is None:
+            descriptor = self._open(shard)
+        try:
+            data = os.pread(descriptor, length, offset)
+        except OSError as error:
+            raise StoreError(f"{self._name(shard)}: {error.strerror}") from error
+        if len(data) != length:
+            raise DamagedError(f"{self._name(shard)}: ends before byte {offset + length}: the shard was truncated")
+        return data
 
     def is_checked_chunk(self, place: Place) -> bool:
         """Was this chunk of a large file compared with its CRC32C, as `note_checked_chunk` remembers?"""
@@ -67,18 +76,6 @@ class Shards:
         if len(self._checked_chunks) >= CHECKED_CHUNKS_MAX:
             self._checked_chunks.clear()
         self._checked_chunks.add((place.shard, place.offset))
-
-    def _read(self, shard: int, size: int, offset: int) -> bytes:
-        descriptor = self._descriptors.get(shard)
-        if descriptor is None:
-            descriptor = self._open(shard)
-        try:
-            data = os.pread(descriptor, size, offset)
-        except OSError as error:
-            raise StoreError(f"{self._name(shard)}: {error.strerror}") from error
-        if len(data) != size:
-            raise DamagedError(f"{self._name(shard)}: ends before byte {offset + size}: the shard was truncated")
-        return data
 
     def _open(self, number: int) -> int:
         info = self._info(number)

@@ -27,6 +27,7 @@ from accelfs.format.codec import CHUNK_BYTES, DICTIONARY_READ_BYTES_MAX, RAW, De
 _ZEROS = bytes(CHUNK_BYTES)
 _TYPE_MASK = 0o170000
 _unpack = catalog_format.ENTRY.unpack_from
+_new_tuple = tuple.__new__  # what a NamedTuple's own constructor does, without its Python frame
 _DIRECTORY_CACHE_MAX = 4096
 # The kernel reads no less than this at once, so smaller entries are never read in pieces.
 _PIECE_BYTES = 16 << 10
@@ -133,26 +134,31 @@ class Tree:
 
     def read(self, node: int, offset: int, size: int) -> bytes | memoryview:
         """At most `size` bytes from `offset`, fewer only at the end of the file."""
-        # The hottest call of a mount: it takes the record apart without making an Entry of it.
+        # The hottest call of a mount: it takes the record apart without making an Entry or a Place of it.
         file_bytes, _, _, mode, _, _, _, codec, flags, _, dictionary, position, extra, crc, _ = _unpack(
             self._record(node)
         )
         if mode & _TYPE_MASK != stat.S_IFREG:
             raise TreeError(f"node {node} is not a file", errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
-        if offset >= file_bytes or size <= 0:
+        end = offset + size
+        if end > file_bytes:
+            end = file_bytes
+        if offset >= end:
             return b""
-        end = min(offset + size, file_bytes)
         if flags & EXTENTS:
             return self._extents(node, file_bytes, offset, end)
-        place = Place(position, extra & 0xFFFFFFFF, extra >> 32, crc, codec, dictionary)
+        length = extra >> 32
         byte, bit = node >> 3, 1 << (node & 7)
-        if not self._checked[byte] & bit:
-            data = self._decode(node, 0, place, file_bytes)
-            self._checked[byte] |= bit
-        elif codec == RAW and file_bytes == place.length:
-            return self.shards.part(place, offset, end - offset)
+        data: bytes | memoryview
+        if codec != RAW or length != file_bytes:
+            data = self._decode(
+                node, 0, Place(position, extra & 0xFFFFFFFF, length, crc, codec, dictionary), file_bytes
+            )
+        elif self._checked[byte] & bit:
+            return self.shards.part(extra & 0xFFFFFFFF, position + offset, end - offset)
         else:
-            data = self._decode(node, 0, place, file_bytes)
+            data = self.shards.entry(extra & 0xFFFFFFFF, position, length, crc)
+            self._checked[byte] |= bit
         return data if end - offset == file_bytes else data[offset:end]
 
     def seek(self, node: int, offset: int, whence: int) -> int:
@@ -222,7 +228,7 @@ class Tree:
         if place is None:
             return _ZEROS[: end - start]
         if place.codec == RAW and size == place.length and self.shards.is_checked_chunk(place):
-            return self.shards.part(place, start, end - start)
+            return self.shards.part(place.shard, place.offset + start, end - start)
         data = self._decode(node, chunk, place, size)
         self.shards.note_checked_chunk(place)
         return data if end - start == size else data[start:end]
@@ -231,15 +237,16 @@ class Tree:
         """All bytes of one entry, checked and decoded; the last one is kept, since the kernel may read it in pieces."""
         if self._decoded[0] == node and self._decoded[1] == chunk:
             return self._decoded[2]
-        data = self._decoder.decode(place.codec, place.dictionary, self.shards.entry(place), size)
+        stored = self.shards.entry(place.shard, place.offset, place.length, place.crc32c)
+        data = self._decoder.decode(place.codec, place.dictionary, stored, size)
         if size > _PIECE_BYTES:
             self._decoded = (node, chunk, data)
         return data
 
     def _record(self, node: int) -> memoryview:
-        if not ROOT <= node <= self._entries:
-            raise TreeError(f"this version has no node {node}", errno.ENOENT)
-        return self._catalog.record(node)
+        if 0 < node <= self._entries:
+            return self._catalog.record(node)
+        raise TreeError(f"this version has no node {node}", errno.ENOENT)
 
     def _entry(self, node: int) -> Entry:
         return Entry._make(_unpack(self._record(node)))
@@ -278,7 +285,7 @@ def _attributes(number: int, record: memoryview) -> Attributes:
         blocks = catalog_format.blocks(size, flags, extra)
         if flags & LINK:
             number = position
-    return Attributes(number, size, blocks, seconds, nanoseconds, mode, nlink, uid, gid)
+    return _new_tuple(Attributes, (number, size, blocks, seconds, nanoseconds, mode, nlink, uid, gid))
 
 
 def _shown(path: bytes) -> str:

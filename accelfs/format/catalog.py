@@ -50,8 +50,9 @@ Database `shards`:  shard number u32, big-endian -> (56 bytes): SHA-256 32s, fil
 Database `dictionaries`:  dictionary number u8 (1 …) -> (40 bytes): SHA-256 32s, bytes u64.
 
 A file above the chunk size or with holes has EXTENTS: one place a chunk, decoded length = what is left of
-the file, at most CHUNK_BYTES.  A further hard link carries the attributes and the content hash of its
-node (with EXTENTS also its blocks), LINK and the node's number, but no place.  Stored lengths are u32 because an entry never exceeds one chunk; sizes, offsets and counts are u64.
+the file, at most CHUNK_BYTES.  A further hard link carries the attributes and the content hash of its node
+(with EXTENTS also its blocks), LINK and the node's number, but no place.  Stored lengths are u32 because an
+entry never exceeds one chunk; sizes, offsets and counts are u64.
 
 Concurrency: sync.  A `Catalog` is opened after a fork and belongs to one thread; it holds one read
 transaction for its whole life, which is safe because nobody ever writes the file again.
@@ -65,14 +66,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import lmdb
 
 from accelfs.errors import DamagedError, UnknownVersionError
 from accelfs.format import lmdbfile, shard
 from accelfs.format.codec import CHUNK_BYTES, name_hash
-
-if TYPE_CHECKING:
-    import lmdb
 
 FORMAT_VERSION = 1
 ROOT = 1
@@ -84,6 +84,7 @@ _HEADER = struct.Struct("<8sII5Q32s8x")
 _HEADER_MAGIC = b"accelCAT"
 _HEADER_KEY = b"catalog"
 ENTRY = struct.Struct("<QqIIIIIBBBBQQQ16s")
+_ENTRY_BYTES = ENTRY.size
 _NAME_BYTES_OFFSET = 38
 _NUMBER = struct.Struct(">Q")
 _NAME_KEY = struct.Struct(">QI")
@@ -95,7 +96,7 @@ _SHARD = struct.Struct("<32sQQ8x")
 _DICTIONARY = struct.Struct("<32sQ")
 _DATABASES = (b"header", b"entries", b"names", b"extents", b"shards", b"dictionaries")
 _DATABASES_MAX = 8
-_NO_HASH = bytes(16)
+_TYPE_MASK = 0o170000
 
 
 class Place(NamedTuple):
@@ -183,11 +184,12 @@ def blocks(size: int, flags: int, extra: int) -> int:
 class TreeDigest:
     """SHA-256 over what a user can see of a tree: equal trees have equal digests, however they are stored.
 
-    Each entry in number order adds: name bytes u16, name, target bytes u32, target, then size u64 (0 for a
+    Each entry in number order adds: name bytes u16, target bytes u32, name, target, then size u64 (0 for a
     directory, whose st_size is its file system's own affair), mtime i64 + u32, mode, uid, gid u32, node u64,
     parent u64 and the content hash.
     """
 
+    _HEAD = struct.Struct("<HI")
     _PART = struct.Struct("<QqIIIIQQ16s")
     _BATCH_BYTES = 1 << 16
 
@@ -196,12 +198,15 @@ class TreeDigest:
         self._pending = bytearray()
 
     def add(self, number: int, parent: int, entry: Entry, name: bytes, target: bytes) -> None:
+        size, seconds, nanoseconds, mode, uid, gid, _, _, flags, _, _, position, _, _, content = entry
+        if mode & _TYPE_MASK == stat.S_IFDIR:
+            size = 0
+        node = position if flags & LINK else number
         pending = self._pending
-        pending += len(name).to_bytes(2, "little") + name + len(target).to_bytes(4, "little") + target
-        pending += self._PART.pack(
-            0 if entry.is_directory else entry.size, entry.mtime_seconds, entry.mtime_nanoseconds, entry.mode,
-            entry.uid, entry.gid, entry.position if entry.flags & LINK else number, parent, entry.content_hash,
-        )  # fmt: skip
+        pending += self._HEAD.pack(len(name), len(target))
+        pending += name
+        pending += target
+        pending += self._PART.pack(size, seconds, nanoseconds, mode, uid, gid, node, parent, content)
         if len(pending) >= self._BATCH_BYTES:
             self._digest.update(pending)
             pending.clear()
@@ -246,52 +251,48 @@ class CatalogWriter:
         """Append the next entry; `number` must be one more than the last."""
         assert number == self._entries + 1, "entries come in number order"
         parent = self._parents.of(number)
-        value = ENTRY.pack(*entry) + name + target
-        with lmdbfile.translated(self._path):
-            self._put(self._databases.entries, _NUMBER.pack(number), value)
+        self._put(self._databases.entries, _NUMBER.pack(number), ENTRY.pack(*entry) + name + target)
         self._entries = number
         self._digest.add(number, parent, entry, name, target)
-        if entry.is_directory:
-            self._parents.expect(number, entry.position, entry.extra)
-        elif entry.is_file:
+        kind = entry.mode & _TYPE_MASK
+        if kind == stat.S_IFREG:
             self._files += 1
-            if not entry.flags & LINK:
+            flags = entry.flags
+            if not flags & LINK:
                 self._data_bytes += entry.size
-                self._data_blocks += blocks(entry.size, entry.flags, entry.extra)
-                if not entry.flags & EXTENTS:
+                self._data_blocks += blocks(entry.size, flags, entry.extra)
+                if not flags & EXTENTS:
                     self._stored_bytes += entry.extra >> 32
+        elif kind == stat.S_IFDIR:
+            self._parents.expect(number, entry.position, entry.extra)
 
     def add_names(self, directory: int, names: list[bytes]) -> None:
         """Index the children of one directory, in child order; directories come by ascending number."""
         rows = sorted((name_hash(name), index) for index, name in enumerate(names))
-        with lmdbfile.translated(self._path):
-            position = 0
-            while position < len(rows):
-                hashed, index = rows[position]
-                value = _INDEX.pack(index)
+        position = 0
+        while position < len(rows):
+            hashed, index = rows[position]
+            value = _INDEX.pack(index)
+            position += 1
+            while position < len(rows) and rows[position][0] == hashed:
+                value += _INDEX.pack(rows[position][1])
                 position += 1
-                while position < len(rows) and rows[position][0] == hashed:
-                    value += _INDEX.pack(rows[position][1])
-                    position += 1
-                self._put(self._databases.names, _NAME_KEY.pack(directory, hashed), value)
+            self._put(self._databases.names, _NAME_KEY.pack(directory, hashed), value)
 
     def add_extent(self, number: int, chunk: int, place: Place) -> None:
         """Say where one chunk of a file with EXTENTS lies; ascending by (number, chunk)."""
         value = _PLACE.pack(place.offset, place.shard, place.length, place.crc32c, place.codec, place.dictionary, 0)
-        with lmdbfile.translated(self._path):
-            self._put(self._databases.extents, _EXTENT_KEY.pack(number, chunk), value)
+        self._put(self._databases.extents, _EXTENT_KEY.pack(number, chunk), value)
         self._stored_bytes += place.length
 
     def add_shard(self, number: int, info: ShardInfo) -> None:
         """Append one row of the shard table; ascending by number."""
-        with lmdbfile.translated(self._path):
-            value = _SHARD.pack(bytes.fromhex(info.hash), info.file_bytes, info.live_bytes)
-            self._put(self._databases.shards, _SHARD_KEY.pack(number), value)
+        value = _SHARD.pack(bytes.fromhex(info.hash), info.file_bytes, info.live_bytes)
+        self._put(self._databases.shards, _SHARD_KEY.pack(number), value)
 
     def add_dictionary(self, number: int, digest: str, size: int) -> None:
         """Name the object that holds one zstd dictionary; ascending by number, from 1."""
-        with lmdbfile.translated(self._path):
-            self._put(self._databases.dictionaries, bytes((number,)), _DICTIONARY.pack(bytes.fromhex(digest), size))
+        self._put(self._databases.dictionaries, bytes((number,)), _DICTIONARY.pack(bytes.fromhex(digest), size))
 
     def finish(self) -> Header:
         """Write the header and make the file durable."""
@@ -303,8 +304,8 @@ class CatalogWriter:
             _HEADER_MAGIC, FORMAT_VERSION, shard.FORMAT_VERSION, header.entries, header.files, header.data_bytes,
             header.stored_bytes, header.data_blocks, bytes.fromhex(header.tree_digest),
         )  # fmt: skip
+        self._put(self._databases.header, _HEADER_KEY, packed)
         with lmdbfile.translated(self._path):
-            self._put(self._databases.header, _HEADER_KEY, packed)
             assert self._txn is not None
             self._txn.commit()
             self._txn = None
@@ -313,12 +314,15 @@ class CatalogWriter:
 
     def _put(self, database: lmdb._Database, key: bytes, value: bytes) -> None:
         assert self._txn is not None
-        self._txn.put(key, value, db=database, append=True)
-        self._uncommitted_bytes += len(key) + len(value)
-        if self._uncommitted_bytes >= lmdbfile.COMMIT_BYTES:
-            self._txn.commit()
-            self._txn = self._env.begin(write=True)
-            self._uncommitted_bytes = 0
+        try:
+            self._txn.put(key, value, db=database, append=True)
+            self._uncommitted_bytes += len(key) + len(value)
+            if self._uncommitted_bytes >= lmdbfile.COMMIT_BYTES:
+                self._txn.commit()
+                self._txn = self._env.begin(write=True)
+                self._uncommitted_bytes = 0
+        except lmdb.Error as error:
+            raise lmdbfile.translation(error, self._path) from error
 
 
 class _Parents:
@@ -353,6 +357,9 @@ class Catalog:
                 # With create=False a missing database is an error, not an empty one.
                 self._databases = _Databases._make(self._env.open_db(name, create=False) for name in _DATABASES)
                 self._txn = self._env.begin(buffers=True)
+                # One transaction a hot database, whose default it is: half of what a get costs is its arguments.
+                self._get_entry = self._env.begin(db=self._databases.entries, buffers=True).get
+                self._get_name = self._env.begin(db=self._databases.names, buffers=True).get
             self.header = self._read_header()
         except BaseException:
             self._env.close()
@@ -370,7 +377,7 @@ class Catalog:
 
     def record(self, number: int) -> memoryview:
         """The raw value of one entry: ENTRY, name, target."""
-        value = self._txn.get(number.to_bytes(8, "big"), db=self._databases.entries)
+        value = self._get_entry(number.to_bytes(8, "big"))
         if value is None:
             raise DamagedError(f"{self.path}: entry {number} is missing")
         return value
@@ -390,12 +397,12 @@ class Catalog:
 
     def lookup(self, directory: int, first_child: int, name: bytes) -> tuple[int, memoryview] | None:
         """Return (number, raw value) of the child called `name`, or None."""
-        value = self._txn.get(_NAME_KEY.pack(directory, name_hash(name)), db=self._databases.names)
+        value = self._get_name(_NAME_KEY.pack(directory, name_hash(name)))
         if value is None:
             return None
         for (index,) in _INDEX.iter_unpack(value):
             record = self.record(first_child + index)
-            if record[_NAME_BYTES_OFFSET] == len(name) and record[ENTRY.size : ENTRY.size + len(name)] == name:
+            if record[_ENTRY_BYTES : _ENTRY_BYTES + record[_NAME_BYTES_OFFSET]] == name:
                 return first_child + index, record
         return None
 

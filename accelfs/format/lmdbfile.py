@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lmdb
 
-from accelfs.errors import DamagedError, FullError, StoreError, UnknownVersionError
+from accelfs.errors import AccelfsError, DamagedError, FullError, StoreError, UnknownVersionError
 
 ENGINE = "lmdb-0.9"
 PAGE_BYTES = 4096
@@ -74,13 +74,18 @@ def translated(path: Path) -> Iterator[None]:
     """Turn lmdb's exceptions into the error tree."""
     try:
         yield
-    except lmdb.MapFullError as error:
-        raise FullError(f"{path}: the file is larger than was planned for: {error}") from error
-    except lmdb.Error as error:
-        if "No space left" in str(error):
-            raise FullError(f"{path}: no space left on the device") from error
-        raise DamagedError(f"{path}: {error}") from error
-    except OSError as error:
+    except (lmdb.Error, OSError) as error:
+        raise translation(error, path) from error
+
+
+def translation(error: lmdb.Error | OSError, path: Path) -> AccelfsError:
+    """The error of the tree that one of lmdb's, or of the system's, stands for."""
+    if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise FullError(f"{path}: no space left on the device") from error
-        raise StoreError(f"{path}: {error.strerror}") from error
+            return FullError(f"{path}: no space left on the device")
+        return StoreError(f"{path}: {error.strerror}")
+    if isinstance(error, lmdb.MapFullError):
+        return FullError(f"{path}: the file is larger than was planned for: {error}")
+    if "No space left" in str(error):
+        return FullError(f"{path}: no space left on the device")
+    return DamagedError(f"{path}: {error}")

@@ -34,10 +34,11 @@ from accelfs.mount.protocol import (
     DIRENTPLUS,
     ENTRY_REPLY,
     IN_HEADER,
+    IN_HEADER_HEAD,
     LSEEK_IN,
     LSEEK_OUT,
     OUT_HEADER,
-    READ_IN,
+    READ_IN_HEAD,
     REQUEST_BYTES_MAX,
     STATFS_OUT,
     Opcode,
@@ -99,8 +100,9 @@ class FastPath:
         os.dup2(theirs.fileno(), self._session)
         theirs.close()
         self._rest = ours
-        device, buffer, handlers = self._device, (self._buffer,), self._handlers
-        unpack, readv, write, writev = IN_HEADER.unpack_from, os.readv, os.write, os.writev
+        device, request, handlers = self._device, self._buffer, self._handlers
+        buffer = (request,)
+        unpack, readv, write, writev = IN_HEADER_HEAD.unpack_from, os.readv, os.write, os.writev
         while True:
             try:
                 length = readv(device, buffer)
@@ -110,7 +112,7 @@ class FastPath:
                 if error.errno == errno.ENODEV:
                     return
                 raise
-            _, opcode, unique, node, *_ = unpack(self._buffer)
+            _, opcode, unique, node = unpack(request)
             try:
                 handler = handlers.get(opcode)
                 answer = self._hand_over(unique, length) if handler is None else handler(unique, node, length)
@@ -132,12 +134,12 @@ class FastPath:
                 self._fail(unique, errno.EIO)
 
     def _read(self, unique: int, node: int, length: int) -> _Answer:
-        _, offset, size, *_ = READ_IN.unpack_from(self._buffer, _HEADER_BYTES)
+        offset, size = READ_IN_HEAD.unpack_from(self._buffer, _HEADER_BYTES)
         data = self._tree.read(node, offset, size)
         return OUT_HEADER.pack(16 + len(data), 0, unique), data
 
     def _lookup(self, unique: int, node: int, length: int) -> _Answer:
-        found = self._tree.lookup(node, bytes(self._view[_HEADER_BYTES : length - 1]))
+        found = self._tree.lookup(node, self._view[_HEADER_BYTES : length - 1].tobytes())
         if found is None:
             return _missing(unique)
         return ENTRY_REPLY.pack(144, 0, unique, *_entry(found))
@@ -153,7 +155,7 @@ class FastPath:
         return self._listing(unique, node, plus=False)
 
     def _listing(self, unique: int, node: int, *, plus: bool) -> _Answer:
-        _, offset, room, *_ = READ_IN.unpack_from(self._buffer, _HEADER_BYTES)
+        offset, room = READ_IN_HEAD.unpack_from(self._buffer, _HEADER_BYTES)
         tree = self._tree
         parts: list[bytes] = []
         used = 0

@@ -74,8 +74,11 @@ REQUEST_BYTES_MAX = (1 << 20) + 8192
 FUSE_DEV_IOC_CLONE = 0x8004E500  # _IOR(229, 0, uint32_t)
 
 IN_HEADER = struct.Struct("=IIQQIIIHH")  # len opcode unique nodeid uid gid pid total_extlen padding
+IN_HEADER_HEAD = struct.Struct("=IIQQ")
+"""What every request is told apart by: taken apart for each, so no more than is needed."""
 OUT_HEADER = struct.Struct("=IiQ")  # len error unique
 READ_IN = struct.Struct("=QQIIQII")  # fh offset size read_flags lock_owner flags padding; READDIR(PLUS) too
+READ_IN_HEAD = struct.Struct("=8xQI")  # offset size
 LSEEK_IN = struct.Struct("=QQII")  # fh offset whence padding
 LSEEK_OUT = struct.Struct("=Q")  # offset
 ATTR = struct.Struct("=3Q3q10I")

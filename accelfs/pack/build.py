@@ -286,13 +286,13 @@ class _Version:
 
     def _write_entries(self, catalog: CatalogWriter, listing: Listing) -> None:
         directories = iter(self._written.directories)
+        further_links = self._written.further_links
         dropped = set(self._dropped)
+        counts = self._counts
         names: list[bytes] = []
         directory = 1
         for number, record, name, target in listing.scan():
             if number in dropped:
-                if record.entry.is_directory:
-                    raise AssertionError("only files are dropped")
                 continue
             entry = record.entry
             parent = self._renumbered(record.parent)
@@ -303,51 +303,57 @@ class _Version:
                     directory, names = parent, []
                 names.append(name)
             new = self._renumbered(number)
-            if entry.is_directory:
+            if entry.flags & LINK:
+                node = entry.position
+                entry = self._further_link(listing.record(node).entry, node, len(name))
+                counts["links"] += 1
+                counts["files" if entry.is_file else "symlinks"] += 1
+            elif entry.is_file:
+                counts["files"] += 1
+                entry = self._file(catalog, new, entry, 1 + further_links.get(number, 0))
+            elif entry.is_directory:
+                counts["directories"] += 1
                 _, first, count, subdirectories = (next(directories) for _ in range(4))
                 kept = count - (bisect_left(self._dropped, first + count) - bisect_left(self._dropped, first))
-                entry = entry._replace(
-                    nlink=2 + subdirectories, position=self._renumbered(first), extra=kept, parent_or_crc=parent
-                )
-                self._counts["directories"] += 1
-            elif entry.flags & LINK:
-                node = listing.record(entry.position)
-                entry = node.entry._replace(
-                    nlink=1 + self._written.further_links[record.entry.position], codec=0, dictionary=0,
-                    flags=LINK | node.entry.flags & EXTENTS,
-                    name_bytes=len(name), position=self._renumbered(record.entry.position),
-                    extra=node.entry.extra if node.entry.flags & EXTENTS else 0, parent_or_crc=0,
-                )  # fmt: skip
-                self._counts["links"] += 1
-                self._counts["files" if entry.is_file else "symlinks"] += 1
+                entry = _placed(entry, 2 + subdirectories, self._renumbered(first), kept, parent)
             else:
-                entry = entry._replace(nlink=1 + self._written.further_links.get(number, 0))
-                if entry.is_file:
-                    entry = self._file(catalog, new, entry)
-                    self._counts["files"] += 1
-                else:
-                    self._counts["symlinks"] += 1
+                counts["symlinks"] += 1
+                entry = _placed(entry, 1 + further_links.get(number, 0), 0, 0, 0)
             catalog.add(new, entry, name, target)
         if names:
             catalog.add_names(directory, names)
 
-    def _file(self, catalog: CatalogWriter, number: int, entry: Entry) -> Entry:
+    def _further_link(self, node: Entry, number: int, name_bytes: int) -> Entry:
+        """The entry of a further hard link: its node's attributes, and the node's number instead of a place."""
+        extents = node.flags & EXTENTS
+        return node._replace(
+            nlink=1 + self._written.further_links[number], codec=0, dictionary=0, flags=LINK | extents,
+            name_bytes=name_bytes, position=self._renumbered(number), extra=node.extra if extents else 0,
+            parent_or_crc=0,
+        )  # fmt: skip
+
+    def _file(self, catalog: CatalogWriter, number: int, entry: Entry, nlink: int) -> Entry:
         """Replace a worker's provisional position by a place in the shard file."""
+        position, extra, crc = entry.position, entry.extra, entry.parent_or_crc
         if entry.flags & EXTENTS:
-            worker, count = entry.parent_or_crc >> 32, entry.parent_or_crc & 0xFFFFFFFF
-            if count:
-                if worker not in self._extents:
-                    self._extents[worker] = os.open(self._work / f"extents-{worker}", os.O_RDONLY | os.O_CLOEXEC)
-                rows = os.pread(self._extents[worker], count * workers.EXTENT.size, entry.position)
-                for chunk, position, shard, length, crc, codec, dictionary in workers.EXTENT.iter_unpack(rows):
-                    index, offset = self._place(shard, position, length)
-                    catalog.add_extent(number, chunk, CatalogPlace(offset, index, length, crc, codec, dictionary))
-            return entry._replace(position=0, parent_or_crc=0)
-        length = entry.extra >> 32
+            self._write_extents(catalog, number, crc >> 32, position, crc & 0xFFFFFFFF)
+            return _placed(entry, nlink, 0, extra, 0)
+        length = extra >> 32
         if length == 0:
-            return entry
-        index, offset = self._place(entry.extra & 0xFFFFFFFF, entry.position, length)
-        return entry._replace(position=offset, extra=index | length << 32)
+            return _placed(entry, nlink, 0, 0, 0)
+        index, offset = self._place(extra & 0xFFFFFFFF, position, length)
+        return _placed(entry, nlink, offset, index | length << 32, crc)
+
+    def _write_extents(self, catalog: CatalogWriter, number: int, worker: int, start: int, count: int) -> None:
+        """Copy one file's rows from a worker's extents file."""
+        if count == 0:
+            return
+        if worker not in self._extents:
+            self._extents[worker] = os.open(self._work / f"extents-{worker}", os.O_RDONLY | os.O_CLOEXEC)
+        rows = os.pread(self._extents[worker], count * workers.EXTENT.size, start)
+        for chunk, position, shard, length, crc, codec, dictionary in workers.EXTENT.iter_unpack(rows):
+            index, offset = self._place(shard, position, length)
+            catalog.add_extent(number, chunk, CatalogPlace(offset, index, length, crc, codec, dictionary))
 
     def _place(self, shard: int, position: int, length: int) -> tuple[int, int]:
         index = self._index[shard]
@@ -375,6 +381,11 @@ class _Version:
             file.flush()
             os.fsync(file.fileno())
         catalog.add_dictionary(1, file_hash(self.dictionary), len(self._plan.dictionary))
+
+
+def _placed(entry: Entry, nlink: int, position: int, extra: int, parent_or_crc: int) -> Entry:
+    """The entry with what the whole listing tells of it; once a name, so without the detour of `_replace`."""
+    return Entry._make((*entry[:6], nlink, *entry[7:11], position, extra, parent_or_crc, entry[14]))
 
 
 def _batches(sizes: array[int], order: array[int] | range, bytes_max: int) -> array[int]:
