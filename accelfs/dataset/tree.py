@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accelfs.dataset.shards import Shards
 from accelfs.errors import DamagedError, TreeError
@@ -27,6 +27,7 @@ from accelfs.format.codec import CHUNK_BYTES, DICTIONARY_READ_BYTES_MAX, RAW, De
 _ZEROS = bytes(CHUNK_BYTES)
 _TYPE_MASK = 0o170000
 _unpack = catalog_format.ENTRY.unpack_from
+_name_of = Catalog.name
 _new_tuple = tuple.__new__  # what a NamedTuple's own constructor does, without its Python frame
 _DIRECTORY_CACHE_MAX = 4096
 # The kernel reads no less than this at once, so smaller entries are never read in pieces.
@@ -82,6 +83,8 @@ class Tree:
         self, catalog: Catalog, shard_path: Callable[[str], Path], dictionary: Callable[[str, int], bytes]
     ) -> None:
         self._catalog = catalog
+        # (number, fields) of the entry that was looked up last: its first read mostly comes next.
+        self._last: tuple[int, tuple[Any, ...]] = (0, ())
         self._entries = catalog.header.entries
         self._read_dictionary = dictionary
         self.shards = Shards(catalog.shard, shard_path)
@@ -109,18 +112,25 @@ class Tree:
 
     def attributes(self, node: int) -> Attributes:
         """Attributes of a node; ENOENT for a number that the version does not have."""
-        return _attributes(node, self._record(node))
+        return _attributes(node, _unpack(self._record(node)))
 
     def lookup(self, directory: int, name: bytes) -> Attributes | None:
         """The child called `name`, or None.  ENOTDIR if `directory` is none."""
-        found = self._catalog.lookup(directory, self._directory(directory)[0], name)
-        return None if found is None else _attributes(*found)
+        known = self._directories.get(directory) or self._directory(directory)
+        found = self._catalog.lookup(directory, known[0], name)
+        if found is None:
+            return None
+        number, record = found
+        fields = _unpack(record)
+        self._last = (number, fields)
+        return _attributes(number, fields)
 
     def list(self, directory: int, start: int = 0) -> Iterator[Child]:
         """Yield the children from position `start` on, in the order of their names' bytes."""
         first_child, count = self._directory(directory)
         for number, record in self._catalog.children(first_child + start, count - start):
-            yield Child(number - first_child, Catalog.name(record), _attributes(number, record))
+            attributes = _attributes(number, _unpack(record))
+            yield _new_tuple(Child, (number - first_child, _name_of(record), attributes))
 
     def parent(self, directory: int) -> int:
         """The directory that holds this one; the root holds itself."""
@@ -135,9 +145,10 @@ class Tree:
     def read(self, node: int, offset: int, size: int) -> bytes | memoryview:
         """At most `size` bytes from `offset`, fewer only at the end of the file."""
         # The hottest call of a mount: it takes the record apart without making an Entry or a Place of it.
-        file_bytes, _, _, mode, _, _, _, codec, flags, _, dictionary, position, extra, crc, _ = _unpack(
-            self._record(node)
-        )
+        last, fields = self._last
+        if last != node:
+            fields = _unpack(self._record(node))
+        file_bytes, _, _, mode, _, _, _, codec, flags, _, dictionary, position, extra, crc, _ = fields
         if mode & _TYPE_MASK != stat.S_IFREG:
             raise TreeError(f"node {node} is not a file", errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL)
         end = offset + size
@@ -277,9 +288,9 @@ class Tree:
         return data
 
 
-def _attributes(number: int, record: memoryview) -> Attributes:
-    """Of the entry with this number, as its raw value tells; a further hard link shows the node of its first."""
-    size, seconds, nanoseconds, mode, uid, gid, nlink, _, flags, _, _, position, extra, _, _ = _unpack(record)
+def _attributes(number: int, fields: tuple[Any, ...]) -> Attributes:
+    """Of the entry with this number and these fields; a further hard link shows the node of its first."""
+    size, seconds, nanoseconds, mode, uid, gid, nlink, _, flags, _, _, position, extra, _, _ = fields
     blocks = -(-size // 512)
     if flags:
         blocks = catalog_format.blocks(size, flags, extra)

@@ -388,22 +388,25 @@ class Catalog:
     @staticmethod
     def name(record: memoryview) -> bytes:
         """The name in a raw value; empty for the root."""
-        return bytes(record[ENTRY.size : ENTRY.size + record[_NAME_BYTES_OFFSET]])
+        return record[_ENTRY_BYTES : _ENTRY_BYTES + record[_NAME_BYTES_OFFSET]].tobytes()
 
     @staticmethod
     def target(record: memoryview) -> bytes:
         """The target in a symbolic link's raw value."""
-        return bytes(record[ENTRY.size + record[_NAME_BYTES_OFFSET] :])
+        return record[_ENTRY_BYTES + record[_NAME_BYTES_OFFSET] :].tobytes()
 
     def lookup(self, directory: int, first_child: int, name: bytes) -> tuple[int, memoryview] | None:
         """Return (number, raw value) of the child called `name`, or None."""
-        value = self._get_name(_NAME_KEY.pack(directory, name_hash(name)))
-        if value is None:
+        indexes = self._get_name(_NAME_KEY.pack(directory, name_hash(name)))
+        if indexes is None:
             return None
-        for (index,) in _INDEX.iter_unpack(value):
-            record = self.record(first_child + index)
+        for start in range(0, len(indexes), _INDEX.size):
+            number = first_child + _INDEX.unpack_from(indexes, start)[0]
+            record = self._get_entry(number.to_bytes(8, "big"))
+            if record is None:
+                raise DamagedError(f"{self.path}: entry {number} is missing")
             if record[_ENTRY_BYTES : _ENTRY_BYTES + record[_NAME_BYTES_OFFSET]] == name:
-                return first_child + index, record
+                return number, record
         return None
 
     def children(self, first_child: int, count: int) -> Iterator[tuple[int, memoryview]]:

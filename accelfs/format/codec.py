@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-import crc32c as _crc32c
+import crc32c
 import xxhash
 import zstandard
 
@@ -104,14 +104,11 @@ def train_dictionary(samples: list[bytes]) -> bytes:
         return b""  # the samples have nothing in common
 
 
-def checksum(stored: bytes | memoryview) -> int:
-    """CRC32C (RFC 3720, Castagnoli) of stored bytes: what a worker checks at an entry's first read."""
-    return _crc32c.crc32c(stored)
+checksum = crc32c.crc32c
+"""CRC32C (RFC 3720, Castagnoli) of stored bytes: what a worker checks at an entry's first read."""
 
-
-def content_hash(data: bytes | memoryview) -> bytes:
-    """XXH3-128 of a file's own bytes, 16 bytes, canonical (big-endian) form as `xxh128sum` prints it."""
-    return xxhash.xxh3_128_digest(data)
+content_hash = xxhash.xxh3_128_digest
+"""XXH3-128 of a file's own bytes, 16 bytes, canonical (big-endian) form as `xxh128sum` prints it."""
 
 
 ContentHash = xxhash.xxh3_128
