@@ -36,6 +36,8 @@ __all__ = ["AccelfsError", "MountedSlot", "canonical", "default_mountpoint", "en
 STATUS_SECONDS_MAX = 30.0
 # The first mount on a node reads and hashes the whole catalog: about 1.5 GB for 10^7 files.
 MOUNT_SECONDS_MAX = 120.0
+# A mount that others use may be slow to answer on a busy machine; one that is silent for so long is not.
+READY_SECONDS_MAX = 5.0
 # What a command that was told to stop gets to take back a half-made mount.
 STOP_SECONDS_MAX = 5.0
 POLL_SECONDS = 0.05
@@ -121,12 +123,27 @@ def mount(slot: str, at: Path | None = None, *, seconds_max: float = MOUNT_SECON
             time.sleep(POLL_SECONDS)
         except AccelfsError:
             # Somebody else may have mounted it.
-            mounts = _status(slot)
-            if not mounts or not mounts[0].ready:
+            found = _wait_ready(slot)
+            if found is None:
                 raise
-            return _placed(mounts[0], at)
+            return _placed(found, at)
         else:
             return _parsed("mount", text, _mounted_slot)
+
+
+def _wait_ready(slot: str) -> MountedSlot | None:
+    """Return the slot's mount as soon as it is ready, None if it has none; MountError if it does not answer."""
+    deadline = time.monotonic() + READY_SECONDS_MAX
+    while mounts := _status(slot):
+        if mounts[0].ready:
+            return mounts[0]
+        if time.monotonic() > deadline:
+            raise MountError(
+                f"slot {slot} is mounted at {mounts[0].mountpoint} and does not answer: "
+                f"`accelfs umount {slot} --force` takes it down"
+            )
+        time.sleep(POLL_SECONDS)
+    return None
 
 
 def _placed(found: MountedSlot, at: Path | None) -> MountedSlot:

@@ -187,6 +187,7 @@ class ShardWriter:
                 txn.commit()
                 self._txn = None
                 self._uncommitted_bytes = 0
+                lmdbfile.start_writeback(self._path)
         self._ordinal += 1
         self._end = _SEGMENT.size
         self._entries = 0
