@@ -104,7 +104,7 @@ def umount(
     if files.held():
         if force:
             os.kill(state.master_pid, signal.SIGTERM)
-        if not files.wait_released(_UMOUNT_SECONDS):
+        if not files.wait_ended(state.master_pid, _UMOUNT_SECONDS):
             raise MountError(f"{path} is unmounted, but its process {state.master_pid} does not end; see the log")
         return
     # The master was killed: what it would have done.

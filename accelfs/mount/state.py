@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 from pathlib import Path
 
 import msgspec
@@ -77,28 +78,17 @@ class SlotState:
             os.close(descriptor)
         return False
 
-    def wait_released(self, seconds: float) -> bool:
-        """Wait until the master has ended; False if it did not in time."""
-        import select
-        import time
-
-        deadline = time.monotonic() + seconds
-        while self.held():
-            state = self.read()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            try:
-                descriptor = os.pidfd_open(state.master_pid) if state else -1
-            except ProcessLookupError:
-                continue  # ended between the two looks
-            if descriptor < 0:
-                return False
-            try:
-                select.select([descriptor], [], [], left)
-            finally:
-                os.close(descriptor)
-        return True
+    def wait_ended(self, master_pid: int, seconds: float) -> bool:
+        """Wait until the master has ended and let go of the slot; False if it did not in time."""
+        try:
+            descriptor = os.pidfd_open(master_pid)
+        except ProcessLookupError:
+            return not self.held()
+        try:
+            ready, _, _ = select.select([descriptor], [], [], seconds)
+        finally:
+            os.close(descriptor)
+        return bool(ready) and not self.held()
 
     def read(self) -> MountState | None:
         try:
