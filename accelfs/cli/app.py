@@ -33,12 +33,17 @@ app.command("extract")(trees.extract)
 app.command("stat")(trees.stat)
 
 
+def one_line(message: str) -> str:
+    """Names hold any byte; what is printed is one line of printable characters."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in message)
+
+
 def main() -> None:
     """Run the command of sys.argv and end the process."""
     try:
         app()
     except AccelfsError as error:
-        print(f"accelfs: {error}", file=sys.stderr)
+        print(f"accelfs: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of stdout has enough (`accelfs ls … | head`): end quietly, also at interpreter exit.

@@ -26,7 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 def slot_and_version(text: str) -> tuple[SlotName, int | None]:
     """Split `slot[@N]`.  Raises UsageError."""
     name, at, number = text.partition("@")
-    if at and not (number.isascii() and number.isdigit() and 0 < int(number) < 10**9):
+    if at and not (number.isascii() and number.isdigit() and len(number) < 10 and int(number) > 0):
         raise UsageError(f"{text!r}: a version is a number, as in {name}@3")
     return parse_slot(name), int(number) if at else None
 

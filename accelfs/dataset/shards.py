@@ -90,7 +90,7 @@ class Shards:
             size = os.fstat(descriptor).st_size
             if size != info.file_bytes:
                 raise DamagedError(f"{path}: the shard has {size} bytes, {info.file_bytes} were published")
-            check_head(os.pread(descriptor, HEAD_BYTES, 0), path)
+            check_head(os.pread(descriptor, HEAD_BYTES, 0), size, path)
         except BaseException:
             os.close(descriptor)
             raise

@@ -96,6 +96,8 @@ _SHARD = struct.Struct("<32sQQ8x")
 _DICTIONARY = struct.Struct("<32sQ")
 _DATABASES = (b"header", b"entries", b"names", b"extents", b"shards", b"dictionaries")
 _DATABASES_MAX = 8
+# Below lmdbfile.COMMIT_BYTES, since dirty tree pages are all that a catalog's writer holds in memory.
+_COMMIT_BYTES = 4 << 20
 _TYPE_MASK = 0o170000
 
 
@@ -317,7 +319,7 @@ class CatalogWriter:
         try:
             self._txn.put(key, value, db=database, append=True)
             self._uncommitted_bytes += len(key) + len(value)
-            if self._uncommitted_bytes >= lmdbfile.COMMIT_BYTES:
+            if self._uncommitted_bytes >= _COMMIT_BYTES:
                 self._txn.commit()
                 self._txn = self._env.begin(write=True)
                 self._uncommitted_bytes = 0

@@ -18,13 +18,13 @@ Main database, format version 1:
     payload                 stored entries back to back, each at a multiple of 8 bytes, the gaps zero
 
     key  b"accelfs.shard"   the last key
-    value (40 bytes)                    "<8sIIQQ8x"
+    value (40 bytes)                    "<8sIIQQQ"
       0  magic              8s          b"accelSHD"
       8  format version     u32         1
      12  page bytes         u32         4096
      16  segments           u64
      24  entry bytes        u64         sum of the stored lengths
-     32  reserved           8 bytes     zero
+     32  entries            u64         sum over the segments
 
 A segment holds up to one chunk (1 MiB) of entries; one entry never spans two.  A segment is never
 shorter than a page, so LMDB always keeps it in overflow pages of its own, where it is contiguous in the
@@ -60,7 +60,7 @@ SHARD_BYTES_TARGET = 128 << 20
 
 _SEGMENT = struct.Struct("<8sIIQQ")
 _SEGMENT_MAGIC = b"accelSEG"
-_TRAILER = struct.Struct("<8sIIQQ8x")
+_TRAILER = struct.Struct("<8sIIQQQ")
 _TRAILER_MAGIC = b"accelSHD"
 _TRAILER_KEY = b"accelfs.shard"
 _ORDINAL = struct.Struct(">Q")
@@ -106,7 +106,7 @@ class ShardWriter:
         self._txn: lmdb.Transaction | None = None
         self._segment = memoryview(bytearray(_SEGMENT.size + PAYLOAD_BYTES_MAX))
         self._end = _SEGMENT.size
-        self._entries = 0
+        self._entries = self._entries_total = 0
         self._ordinal = 0
         self._uncommitted_bytes = 0
         self.entry_bytes = 0
@@ -140,7 +140,9 @@ class ShardWriter:
             self._flush_segment()
         with lmdbfile.translated(self._path):
             txn = self._transaction()
-            trailer = _TRAILER.pack(_TRAILER_MAGIC, FORMAT_VERSION, PAGE_BYTES, self._ordinal, self.entry_bytes)
+            trailer = _TRAILER.pack(
+                _TRAILER_MAGIC, FORMAT_VERSION, PAGE_BYTES, self._ordinal, self.entry_bytes, self._entries_total
+            )
             txn.put(_TRAILER_KEY, trailer, append=True)
             txn.commit()
             self._txn = None
@@ -189,6 +191,7 @@ class ShardWriter:
                 self._uncommitted_bytes = 0
                 lmdbfile.start_writeback(self._path)
         self._ordinal += 1
+        self._entries_total += self._entries
         self._end = _SEGMENT.size
         self._entries = 0
 
@@ -206,9 +209,10 @@ def check(path: Path, *, whole: bool = True) -> list[Segment]:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
         memoryview(mapped) as view,
     ):
+        lmdbfile.check_pages(view, path)
         segments = list(_scan(view, path))
         with env.begin(buffers=True) as txn:
-            _check_trailer(txn, len(segments), path)
+            _check_trailer(txn, segments, path)
             for segment in segments:
                 start, end = segment.offset - _SEGMENT.size, segment.offset + segment.payload_bytes
                 value = txn.get(_ORDINAL.pack(segment.ordinal))
@@ -223,20 +227,24 @@ def _same(value: memoryview, found: memoryview, whole: bool) -> bool:
     return value[: _SEGMENT.size] == found[: _SEGMENT.size] and value[-_TAIL_BYTES:] == found[-_TAIL_BYTES:]
 
 
-def _check_trailer(txn: lmdb.Transaction, segments: int, path: Path) -> None:
+def _check_trailer(txn: lmdb.Transaction, segments: list[Segment], path: Path) -> None:
     trailer = txn.get(_TRAILER_KEY)
     if trailer is None or len(trailer) != _TRAILER.size:
         raise DamagedError(f"{path}: the shard was not finished")
-    magic, version, page_bytes, count, _ = _TRAILER.unpack(trailer)
-    if magic != _TRAILER_MAGIC or bytes(trailer[-8:]) != bytes(8):
+    magic, version, page_bytes, count, entry_bytes, entries = _TRAILER.unpack(trailer)
+    if magic != _TRAILER_MAGIC:
         raise DamagedError(f"{path}: not a shard")
     if version != FORMAT_VERSION or page_bytes != PAGE_BYTES:
         raise UnknownVersionError(
             f"{path}: shard format {version} with pages of {page_bytes} bytes; this release reads format "
             f"{FORMAT_VERSION} with pages of {PAGE_BYTES}"
         )
-    if count != segments or txn.stat()["entries"] != count + 1:
-        raise DamagedError(f"{path}: {segments} segments in the file, {count} promised")
+    if count != len(segments) or txn.stat()["entries"] != count + 1:
+        raise DamagedError(f"{path}: {len(segments)} segments in the file, {count} promised")
+    if entries != sum(segment.entries for segment in segments):
+        raise DamagedError(f"{path}: the segments do not hold the {entries} entries that were promised")
+    if entry_bytes > sum(segment.payload_bytes for segment in segments):
+        raise DamagedError(f"{path}: the segments do not hold the {entry_bytes} bytes that were promised")
 
 
 def _scan(view: memoryview, path: Path) -> Iterator[Segment]:

@@ -21,6 +21,7 @@ import multiprocessing.connection
 import multiprocessing.context
 import os
 import shutil
+import signal
 import time
 from array import array
 from bisect import bisect_left
@@ -47,6 +48,7 @@ from accelfs.store import layout
 
 if TYPE_CHECKING:
     from accelfs.pack.profile import Plan, ProfileName
+    from accelfs.pack.report import Kind
     from accelfs.store.layout import SlotName
     from accelfs.store.protocol import Store
 
@@ -139,7 +141,7 @@ class _Build:
         try:
             written = ListingWriter(self._work)
             try:
-                fingerprint = sources.walk(
+                walked = sources.walk(
                     self._root, written, report, skip_unreadable=self._skip_unreadable,
                     on_names=lambda names: self._observe(Progress("walk", names)),
                 )  # fmt: skip
@@ -148,8 +150,10 @@ class _Build:
             if written.count == 1:
                 raise SourceError(f"{self._source}: holds nothing that can be packed")
             plan = self._plan(written)
-            kept_out = self._run_workers(written, plan)
+            kept_out = walked.kept_out + self._run_workers(written, plan)
             self._observe(Progress("publish", len(written.files), len(written.files)))
+            if written.count == 1 + len(self._unreadable):
+                raise SourceError(f"{self._source}: holds nothing that can be read; nothing was published")
             for name in self._unreadable:
                 report.name("unreadable", name.path, name.reason)
             report.total("xattrs", kept_out["xattrs"])
@@ -157,7 +161,7 @@ class _Build:
             report.total("capabilities", kept_out["capabilities"])
             version = _Version(self._work, written, self._shards, self._unreadable, plan, report)
             header, counts = version.write()
-            manifest = self._publish(version, header, counts, report, plan, fingerprint)
+            manifest = self._publish(version, header, counts, report, plan, walked.fingerprint)
             return manifest, plan, {kind: count for kind, count in report.counts.items() if count}
         finally:
             report.close()
@@ -171,16 +175,16 @@ class _Build:
             os.close(root)
             listing.close()
 
-    def _run_workers(self, written: ListingWriter, plan: Plan) -> Counter[str]:
+    def _run_workers(self, written: ListingWriter, plan: Plan) -> Counter[Kind]:
         order = profiles.order(plan, len(written.files))
         total = sum(written.sizes)
         batches = _batches(written.sizes, order, max(1, min(_BATCH_BYTES, total // (4 * self._jobs))))
-        task = workers.Task(self._root, self._work, plan, written.files, order, batches)
+        task = workers.Task(self._root, self._work, plan, written.files, order, batches, os.getpid())
         jobs = (
             1 if total < _ONE_PROCESS_BYTES and len(written.files) < 1000 else min(self._jobs, max(1, len(batches) - 1))
         )
         done = Progress("pack", 0, len(written.files), 0, total)
-        kept_out: Counter[str] = Counter()
+        kept_out: Counter[Kind] = Counter()
         for message in _messages(jobs, task):
             if isinstance(message, workers.BatchDone):
                 files, source_bytes = done.files + message.files, done.source_bytes + message.source_bytes
@@ -414,8 +418,13 @@ def _messages(jobs: int, task: workers.Task) -> Iterator[workers.Message]:
     try:
         for worker in range(jobs):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_run_worker, args=(worker, task, counter, ours, theirs), daemon=True)
-            process.start()
+            process = context.Process(target=workers.run, args=(worker, task, counter, theirs), daemon=True)
+            # Blocked until the child ignores it: a Ctrl-C between fork and there would print the child's traceback.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             processes[ours] = process
         running = dict(processes)
@@ -441,12 +450,6 @@ def _messages(jobs: int, task: workers.Task) -> Iterator[workers.Message]:
                 process.kill()
             process.join()
             connection.close()
-
-
-def _run_worker(worker: int, task: workers.Task, counter: object, ours: object, theirs: object) -> None:
-    """First thing in the child: close the parent's end, so that a dead parent breaks the pipe."""
-    ours.close()  # type: ignore[attr-defined]
-    workers.run(worker, task, counter, theirs)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from accelfs.format.codec import CHUNK_BYTES, RAW, Compressor, train_dictionary
-from accelfs.pack.source import open_file
+from accelfs.pack.source import Opener
 
 if TYPE_CHECKING:
     from accelfs.pack.listing import Listing, ListingWriter
@@ -97,11 +97,12 @@ def _samples(listing: Listing, written: ListingWriter, root: int) -> list[tuple[
     count = len(written.files)
     step = max(1, count // SAMPLE_FILES)
     samples = []
+    opener = Opener(root)
     for index in range(0, count, step):
         record = listing.record(written.files[index])
         path = listing.path(record)
         try:
-            descriptor = open_file(root, path)
+            descriptor = opener.open(path)
         except OSError:
             continue  # the worker that reads it says what is wrong
         try:
@@ -112,6 +113,7 @@ def _samples(listing: Listing, written: ListingWriter, root: int) -> list[tuple[
             os.close(descriptor)
         _, dot, extension = path.rpartition(b"/")[2].rpartition(b".")
         samples.append((extension.lower() if dot else b"", data))
+    opener.close()
     return samples[: SAMPLE_FILES + 1]
 
 

@@ -14,11 +14,11 @@ import hashlib
 import os
 import stat
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from accelfs.errors import SourceError, UsageError
 from accelfs.format.catalog import LINK, NAME_BYTES_MAX, Entry
@@ -26,30 +26,26 @@ from accelfs.store.filesystem import ACCELFS_TYPE, mount_table
 
 if TYPE_CHECKING:
     from accelfs.pack.listing import ListingWriter
-    from accelfs.pack.report import Report
+    from accelfs.pack.report import Kind, Report
 
-# Below PATH_MAX (4096), with room for one more component.
-_PATH_BYTES_MAX = 3800
+_OPEN_FOLDERS_MAX = 256
 _FINGERPRINT = struct.Struct("<QqIIII")
 _NO_HASH = bytes(16)
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
+class Walked(NamedTuple):
+    """What a walk tells beside its listing: a fingerprint of the names and attributes, and what is not kept."""
+
+    fingerprint: str
+    kept_out: Counter[Kind]
+
+
 def local_root(source: str) -> Path:
     """The directory that a path or `file://` URL names; UsageError or SourceError says what is wrong with it."""
-    parts = urlsplit(source) if "://" in source else None
-    if parts is not None:
-        if parts.scheme != "file":
-            raise UsageError(
-                f"{source}: sources of type {parts.scheme}:// cannot be packed; use a local path or file://"
-            )
-        if parts.netloc not in ("", "localhost"):
-            raise UsageError(f"{source}: a file:// URL must name a path of this machine, as in file:///data/photos")
-        path = Path(unquote(parts.path))
-    else:
-        path = Path(source)
     if not source or "\0" in source:
         raise UsageError("the source is empty: name the folder to be packed")
+    path = _url_path(source) if "://" in source else Path(source)
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -65,36 +61,71 @@ def local_root(source: str) -> Path:
     return Path(os.path.abspath(path))
 
 
+def _url_path(source: str) -> Path:
+    try:
+        parts = urlsplit(source)
+    except ValueError as error:
+        raise UsageError(f"{source}: not a URL: {error}") from None
+    if parts.scheme != "file":
+        raise UsageError(f"{source}: sources of type {parts.scheme}:// cannot be packed; use a local path or file://")
+    if parts.netloc not in ("", "localhost"):
+        raise UsageError(f"{source}: a file:// URL must name a path of this machine, as in file:///data/photos")
+    if "?" in source or "#" in source:
+        raise UsageError(f"{source}: a file:// URL has no query or fragment; write %3F for ? and %23 for # in names")
+    path = unquote_to_bytes(parts.path)
+    if b"\0" in path:
+        raise UsageError(f"{source}: %00 cannot stand in a path")
+    return Path(os.fsdecode(path))
+
+
 def walk(
     root: Path, listing: ListingWriter, report: Report, *, skip_unreadable: bool, on_names: Callable[[int], None]
-) -> str:
-    """List the whole tree into `listing`; return the fingerprint of what was found.
+) -> Walked:
+    """List the whole tree into `listing`.
 
     `on_names` hears of the count now and then.  A directory that cannot be read raises SourceError, or is
     kept empty and reported when `skip_unreadable`.
     """
-    return _Walk(root, listing, report, skip_unreadable, on_names).run()
+    found = _Walk(root, listing, report, skip_unreadable, on_names)
+    return Walked(found.run(), found.kept_out)
 
 
-def open_at(root: int, path: bytes, flags: int) -> int:
-    """open(2) of a path of any length, relative to a directory's descriptor."""
-    directory = root
-    try:
-        while len(path) > _PATH_BYTES_MAX:
-            cut = path.rindex(b"/", 0, _PATH_BYTES_MAX)
-            step = os.open(path[:cut], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            if directory != root:
-                os.close(directory)
-            directory, path = step, path[cut + 1 :]
-        return os.open(path or b".", flags, dir_fd=directory)
-    finally:
-        if directory != root:
+def open_directory(root: int, path: bytes) -> int:
+    """Open a folder below the root's descriptor, however deep, and never through a symbolic link.
+
+    The tree may change while it is packed: a folder that was replaced by a link must not lead out of the source.
+    """
+    directory = os.dup(root)
+    for name in path.split(b"/") if path else ():
+        try:
+            step = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        finally:
             os.close(directory)
+        directory = step
+    return directory
 
 
-def open_file(root: int, path: bytes) -> int:
-    """Open a file for reading: never through a symbolic link, never waiting for a FIFO's other end."""
-    return open_at(root, path, _OPEN_FILE)
+class Opener:
+    """Open files of a source for reading; keeps the descriptors of the folders that were used last."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._folders: dict[bytes, int] = {}
+
+    def open(self, path: bytes) -> int:
+        """A descriptor of the file: never through a symbolic link, never waiting for a FIFO's other end."""
+        folder, _, name = path.rpartition(b"/")
+        directory = self._folders.get(folder)
+        if directory is None:
+            directory = open_directory(self._root, folder)
+            if len(self._folders) >= _OPEN_FOLDERS_MAX:
+                os.close(self._folders.pop(next(iter(self._folders))))
+            self._folders[folder] = directory
+        return os.open(name, _OPEN_FILE, dir_fd=directory)
+
+    def close(self) -> None:
+        while self._folders:
+            os.close(self._folders.popitem()[1])
 
 
 def file_entry(status: os.stat_result, name_bytes: int) -> Entry:
@@ -104,6 +135,23 @@ def file_entry(status: os.stat_result, name_bytes: int) -> Entry:
         status.st_size, seconds, nanoseconds, status.st_mode, status.st_uid, status.st_gid, 1, 0, 0, name_bytes, 0,
         0, 0, 0, _NO_HASH,
     )  # fmt: skip
+
+
+def kept_out(descriptor: int) -> list[Kind]:
+    """What an open file or folder has that a version does not keep."""
+    try:
+        names = os.listxattr(descriptor)
+    except OSError:
+        return []  # the file system has none
+    kinds: list[Kind] = []
+    for name in names:
+        if name.startswith("system.posix_acl_"):
+            kinds.append("acls")
+        elif name == "security.capability":
+            kinds.append("capabilities")
+        elif name != "security.selinux":
+            kinds.append("xattrs")
+    return kinds
 
 
 class _Walk:
@@ -121,6 +169,7 @@ class _Walk:
         self._fingerprint = hashlib.sha256()
         self._forbidden_devices = _accelfs_devices()
         self._queue: deque[tuple[int, bytes]] = deque()
+        self.kept_out: Counter[Kind] = Counter()
 
     def run(self) -> str:
         root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -144,11 +193,12 @@ class _Walk:
         first_child = self._listing.count + 1
         subdirectories = count = 0
         try:
-            directory = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            directory = open_directory(root, path)
         except OSError as error:
             self._unreadable(path, error)
         else:
             try:
+                self.kept_out.update(kept_out(directory))
                 for name in self._names(directory, path):
                     kind = self._child(directory, number, path, name)
                     count += kind != 0

@@ -7,7 +7,7 @@ lock: the shards of different processes never meet.  Messages to the parent are 
 A file is read between two fstats.  What changed since the walk is read with its new attributes; what changes
 while it is read is tried again, READ_TRIES times, and is then as unreadable as a file that vanished.
 
-Concurrency: a forked process, single-threaded; it ends when the parent's pipe closes.
+Concurrency: a forked process, single-threaded; it is killed when its parent ends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelfs.errors import AccelfsError, FullError
 from accelfs.format.catalog import EXTENTS
@@ -32,7 +33,10 @@ from accelfs.format.codec import CHUNK_BYTES, RAW, Compressor, ContentHash, chec
 from accelfs.format.shard import SHARD_BYTES_TARGET, ShardWriter
 from accelfs.pack.listing import Listing, Record, Result
 from accelfs.pack.profile import LEVEL, Plan, is_compressed
-from accelfs.pack.source import file_entry, open_file
+from accelfs.pack.source import Opener, file_entry, kept_out
+
+if TYPE_CHECKING:
+    from accelfs.pack.report import Kind
 
 READ_TRIES = 3
 SHARDS_MAX = 1 << 20
@@ -57,6 +61,7 @@ class Task:
     order: array[int] | range
     batches: array[int]
     """Batch k covers the files order[batches[k]:batches[k + 1]]."""
+    parent_pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    kept_out: Counter[str] = field(default_factory=Counter)
+    kept_out: Counter[Kind] = field(default_factory=Counter)
     """How many files have xattrs, acls, capabilities: what a version does not keep."""
 
 
@@ -101,9 +106,14 @@ class ChangedError(Exception):
 
 def run(worker: int, task: Task, counter: Synchronized[int], parent: Connection) -> None:
     """The process's main function."""
-    # Ctrl-C reaches the whole foreground group; the parent decides what it means.
+    # Ctrl-C reaches the whole foreground group; the parent decides what it means, and blocked it until now.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _keep_memory()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != task.parent_pid:
+        return  # it died before it could be asked for
+    _keep_memory(libc)
     try:
         packer = _Packer(worker, task, parent)
         try:
@@ -128,18 +138,20 @@ class _Packer:
         self._parent = parent
         self._listing = Listing(task.scratch)
         self._root = os.open(task.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._opener = Opener(self._root)
         self._compressor = Compressor(LEVEL, task.plan.dictionary) if task.plan.compression == "zstd" else None
         self._dictionary = 1 if task.plan.dictionary else 0
         self._extents = (task.scratch / f"extents-{worker}").open("wb")
         self._shard: ShardWriter | None = None
         self._shard_count = 0
-        self._kept_out: Counter[str] = Counter()
+        self._kept_out: Counter[Kind] = Counter()
 
     def close(self) -> None:
         if self._shard is not None:
             self._shard.close()
         self._extents.close()
         self._listing.close()
+        self._opener.close()
         os.close(self._root)
 
     def pack(self, counter: Synchronized[int]) -> None:
@@ -178,7 +190,7 @@ class _Packer:
     def _file(self, number: int, record: Record, path: bytes) -> int:
         """Store one file, whatever it takes; return its size."""
         for _ in range(READ_TRIES):
-            descriptor = open_file(self._root, path)
+            descriptor = self._opener.open(path)
             try:
                 before = os.fstat(descriptor)
                 if not stat.S_ISREG(before.st_mode):
@@ -190,9 +202,10 @@ class _Packer:
                     result = self._small(descriptor, before.st_size)
                 if result is None or _state(os.fstat(descriptor)) != _state(before):
                     continue
-                self._count_kept_out(descriptor)
+                kept_out_here = kept_out(descriptor)
             finally:
                 os.close(descriptor)
+            self._kept_out.update(kept_out_here)
             fresh = file_entry(before, record.entry.name_bytes)
             if fresh[:6] != record.entry[:6]:
                 self._listing.write_attributes(number, fresh)
@@ -287,29 +300,16 @@ class _Packer:
         self._shard = None
         self._shard_count += 1
 
-    def _count_kept_out(self, descriptor: int) -> None:
-        try:
-            names = os.listxattr(descriptor)
-        except OSError:
-            return  # the file system has none
-        for name in names:
-            if name.startswith("system.posix_acl_"):
-                self._kept_out["acls"] += 1
-            elif name == "security.capability":
-                self._kept_out["capabilities"] += 1
-            elif name != "security.selinux":
-                self._kept_out["xattrs"] += 1
 
-
-def _keep_memory() -> None:
+def _keep_memory(libc: ctypes.CDLL) -> None:
     """Let malloc keep what it frees: LMDB's dirty pages (1 MB each) would go back to the kernel and be faulted in
     again for every segment, a fifth of the time of a copying pack."""
-    libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # not glibc
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # malloc.h of glibc.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,12 @@ class PosixStore:
 
     def list(self, prefix: str) -> list[str]:
         try:
-            return sorted(name for name in os.listdir(self.root / prefix) if not name.startswith(_TEMPORARY))
+            with os.scandir(self.root / prefix) as found:
+                return sorted(
+                    entry.name
+                    for entry in found
+                    if entry.is_file(follow_symlinks=False) and not entry.name.startswith(_TEMPORARY)
+                )
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -64,11 +70,11 @@ class PosixStore:
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.root / key
-        temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{path.name}"
+        temporary = _temporary(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with temporary.open("wb") as file:
+                with temporary.open("xb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
@@ -95,9 +101,9 @@ class PosixStore:
 
     def _copy(self, source: Path, path: Path) -> None:
         """For scratch on another file system: copy under a temporary name, then link."""
-        temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{path.name}"
+        temporary = _temporary(path)
         try:
-            with source.open("rb") as reader, temporary.open("wb") as writer:
+            with source.open("rb") as reader, temporary.open("xb") as writer:
                 shutil.copyfileobj(reader, writer, 1 << 20)
                 writer.flush()
                 os.fsync(writer.fileno())
@@ -107,6 +113,11 @@ class PosixStore:
                 return
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside `path` that nobody else has: what a killed writer left may be a link to a published object."""
+    return path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
 
 
 def _sync_directory(path: Path) -> None:
