@@ -7,6 +7,7 @@ is one line and its exit code; anything else is a bug of ours and keeps its trac
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 
@@ -40,6 +41,9 @@ def one_line(message: str) -> str:
 
 def main() -> None:
     """Run the command of sys.argv and end the process."""
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(errors="surrogateescape")  # names are bytes, whatever the locale
     try:
         app()
     except AccelfsError as error:

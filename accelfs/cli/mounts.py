@@ -53,6 +53,7 @@ def mount(
     """
     from accelfs.dataset import versions
     from accelfs.mount import daemon, device, master
+    from accelfs.mount import mountpoint as mountpoint_module
     from accelfs.mount.state import SlotState
 
     name = parse_slot(slot)
@@ -61,7 +62,7 @@ def mount(
     os.close(SlotState(node.run, name).hold())  # refuse a second mount before the catalog is verified for it
     found = versions.find(node.store, name, version, node.trusted)
     request = master.Request(
-        slot=name, version=found.number, mountpoint=mountpoint or node.mountpoint(name),
+        slot=name, version=found.number, mountpoint=mountpoint_module.resolved(mountpoint or node.mountpoint(name)),
         create_mountpoint=mountpoint is None,
         workers=workers or min(_DEFAULT_WORKERS_MAX, len(os.sched_getaffinity(0))),
         engine=engine.value, run=node.run, open_tree=found.open_tree,
@@ -108,8 +109,7 @@ def umount(
             raise MountError(f"{path} is unmounted, but its process {state.master_pid} does not end; see the log")
         return
     # The master was killed: what it would have done.
-    if state.made_mountpoint:
-        mountpoint.remove_folder(path)
+    mountpoint.remove_folders(path, state.made_folders)
     files.remove()
 
 

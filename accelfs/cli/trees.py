@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelfs.cli.arguments import Json, SlotVersion, human_bytes, print_json, slot_and_version
+from accelfs.errors import TreeError
 from accelfs.service.node import Node
 
 if TYPE_CHECKING:
@@ -59,6 +61,9 @@ def cat(
         out = sys.stdout.buffer
         for path in paths:
             found = tree.walk(os.fsencode(path))
+            if not stat_module.S_ISREG(found.mode):
+                number = errno.EISDIR if stat_module.S_ISDIR(found.mode) else errno.EINVAL
+                raise TreeError(f"{path}: {os.strerror(number)}; only files have bytes", number)
             offset = 0
             while piece := tree.read(found.node, offset, _PIECE_BYTES):
                 out.write(piece)

@@ -192,10 +192,10 @@ class Tree:
         found = self.attributes(ROOT)
         parents = [ROOT]
         for name in path.split(b"/"):
-            if name in (b"", b"."):
-                continue
             if not stat.S_ISDIR(found.mode):
                 raise TreeError(f"{_shown(path)}: {os.strerror(errno.ENOTDIR)}", errno.ENOTDIR)
+            if name in (b"", b"."):
+                continue
             if name == b"..":
                 found = self.attributes(parents.pop() if len(parents) > 1 else ROOT)
                 continue

@@ -12,6 +12,7 @@ Concurrency: sync; several processes may verify and mark one catalog at once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -66,4 +67,5 @@ def _remember(trusted: Path, digest: str, identity: list[int]) -> None:
         temporary.write_text(json.dumps(identity))
         temporary.replace(trusted / digest)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

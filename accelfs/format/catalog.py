@@ -37,7 +37,7 @@ Database `entries`:
      40  position           u64         file: offset of the stored bytes in the shard file; directory: number of
                                         its first child; LINK: number of the node it is a further name of
      48  extra              u64         file: shard (low 32 bits) and stored length (high 32 bits);
-                                        EXTENTS: the source's st_blocks; directory: count of children
+                                        EXTENTS: st_blocks, with holes the source's; directory: count of children
      56  parent or CRC      u64         file: CRC32C of the stored bytes (low 32 bits; high zero); directory: parent
      64  content hash       16s         file: XXH3-128 of its bytes; else zero
 

@@ -19,7 +19,7 @@ import msgspec
 
 from accelfs.errors import AccelfsError, MountError
 from accelfs.mount import master, worker
-from accelfs.mount.state import MountState
+from accelfs.mount.state import MountState, decode, encode
 
 LOG_BYTES_MAX = 10 << 20
 """At the start of a mount a longer log is moved aside, to `….log.1`."""
@@ -77,7 +77,7 @@ def start(request: master.Request, log_path: Path) -> MountState:
             f"{request.slot}: the daemon ended with code {os.waitstatus_to_exitcode(status)} before it was ready; "
             f"{log_path} ends with: {_tail(log_path)}"
         )
-    said = msgspec.json.decode(word, type=_Word)
+    said = decode(word, _Word)
     if said.state is None:
         os.waitpid(child, 0)
         raise _StartError(said.message, said.exit_code)
@@ -116,7 +116,7 @@ def _run(say: Callable[[_Word], None], request: master.Request) -> None:
 def _say(pipe: int, said: _Word) -> None:
     """Once: afterwards nobody listens."""
     with contextlib.suppress(OSError):
-        os.write(pipe, msgspec.json.encode(said) + b"\n")
+        os.write(pipe, encode(said) + b"\n")
         os.close(pipe)
 
 

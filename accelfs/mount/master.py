@@ -84,7 +84,7 @@ class _Master:
         self._request = request
         self._state_file = state
         self._path = mountpoint.resolved(request.mountpoint)
-        self._made = False
+        self._made_folders = 0
         self._device = ""
         self._session = -1
         self._clones: dict[int, int | None] = {}
@@ -99,7 +99,7 @@ class _Master:
 
     def run(self, on_ready: Callable[[MountState], None]) -> None:
         self._adopt_orphan()
-        self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+        self._made_folders = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
         try:
             self._mount()
             for _ in range(self._request.workers):
@@ -120,8 +120,8 @@ class _Master:
         if is_mounted(state):
             log.warning("the master of %s at %s was killed; replacing it", state.slot, path)
             mountpoint.unmount(path, lazy=True)
-        if state.made_mountpoint and path != self._path:
-            mountpoint.remove_folder(path)
+        if path != self._path:
+            mountpoint.remove_folders(path, state.made_folders)
         self._state_file.remove()
 
     def _mount(self) -> None:
@@ -259,13 +259,12 @@ class _Master:
             os.waitpid(pid, 0)
         if self._session >= 0:
             os.close(self._session)
-        if self._made:
-            mountpoint.remove_folder(self._path)
+        mountpoint.remove_folders(self._path, self._made_folders)
         self._state_file.remove()
 
     def _state(self) -> MountState:
         return MountState(
-            slot=str(self._request.slot), mountpoint=str(self._path), made_mountpoint=self._made,
+            slot=str(self._request.slot), mountpoint=str(self._path), made_folders=self._made_folders,
             version=self._request.version, device=self._device, master_pid=os.getpid(),
             worker_pids=sorted(self._clones),
         )  # fmt: skip

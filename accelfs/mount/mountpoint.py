@@ -22,16 +22,21 @@ from accelfs.store.filesystem import ACCELFS_TYPE, mounted_at
 
 _MNT_DETACH = 2
 _UNMOUNT_SECONDS = 10.0
+_MAKE_TRIES = 10
 
 
 def resolved(path: Path) -> Path:
-    """The path as the mount table shows it: parents resolved, the last component untouched."""
+    """The path as the mount table shows it: absolute, without symbolic links.
+
+    The last component is looked at only if nothing is mounted there.
+    """
     path = Path(os.path.abspath(path))
-    return Path(os.path.realpath(path.parent)) / path.name
+    path = Path(os.path.realpath(path.parent)) / path.name
+    return path if mounted_at(path) is not None else Path(os.path.realpath(path))
 
 
-def prepare(path: Path, *, create: bool) -> bool:
-    """Make sure that a mount can be made here; return True if the folder was made for it.
+def prepare(path: Path, *, create: bool) -> int:
+    """Make sure that a mount can be made here; return how many folders were made for it, parents included.
 
     Takes down a stale mount of ours.  Raises UsageError or MountError with what to do.
     """
@@ -41,11 +46,10 @@ def prepare(path: Path, *, create: bool) -> bool:
         raise MountError(
             f"{path}: {row.source} ({row.type}) is mounted here already; unmount it or name another folder"
         )
-    made = False
+    made = 0
     try:
-        if create and not path.exists():
-            path.mkdir(parents=True)
-            made = True
+        if create:
+            made = _make_folders(path)
         status = os.stat(path)
         if not stat.S_ISDIR(status.st_mode):
             raise UsageError(f"{path}: is not a folder; a mount needs an empty folder")
@@ -56,6 +60,29 @@ def prepare(path: Path, *, create: bool) -> bool:
     except OSError as error:
         raise MountError(f"{path}: {error.strerror}") from error
     return made
+
+
+def remove_folders(path: Path, made: int) -> None:
+    """Remove the folders that `prepare` made, from the last one up; somebody may have put something there since."""
+    try:
+        for folder in (path, *path.parents)[:made]:
+            folder.rmdir()
+    except OSError:
+        return
+
+
+def _make_folders(path: Path) -> int:
+    """Make the missing folders of a path; another mount may make or remove the same ones at the same time."""
+    made = 0
+    for _ in range(_MAKE_TRIES):
+        try:
+            path.mkdir()
+            return made + 1
+        except FileExistsError:
+            return made
+        except FileNotFoundError:
+            made = _make_folders(path.parent)
+    raise MountError(f"{path}: cannot be made: {path.parent} is removed again and again")
 
 
 def unmount(path: Path, *, lazy: bool) -> None:
@@ -73,14 +100,6 @@ def unmount(path: Path, *, lazy: bool) -> None:
         if "busy" in text:
             raise BusyError(_busy(path))
         raise MountError(f"{path}: cannot be unmounted: {text}")
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a mount point that `prepare` made; somebody may have put something there since."""
-    try:
-        path.rmdir()
-    except OSError:
-        return
 
 
 def _umount2(path: Path, lazy: bool) -> None:

@@ -11,9 +11,11 @@ Concurrency: sync; the master writes its own slot's files, anybody reads.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import select
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -27,12 +29,25 @@ class MountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     slot: str
     mountpoint: str
-    made_mountpoint: bool
+    made_folders: int
     version: int
     device: str
     master_pid: int
     worker_pids: list[int]
     agent_pid: int | None = None
+
+
+_Document = TypeVar("_Document", bound=msgspec.Struct)
+
+
+def encode(document: msgspec.Struct) -> bytes:
+    """One line of JSON in ASCII: paths may hold bytes that are no text, which msgspec's own encoder refuses."""
+    return json.dumps(msgspec.to_builtins(document)).encode("ascii")
+
+
+def decode(line: bytes, type_: type[_Document]) -> _Document:
+    """Raises ValueError for what `encode` did not write."""
+    return msgspec.convert(json.loads(line), type_)
 
 
 class SlotState:
@@ -92,13 +107,13 @@ class SlotState:
 
     def read(self) -> MountState | None:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=MountState)
-        except (OSError, msgspec.DecodeError):
+            return decode(self._path.read_bytes(), MountState)
+        except (OSError, ValueError):
             return None
 
     def write(self, state: MountState) -> None:
         temporary = self._path.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(state))
+        temporary.write_bytes(encode(state))
         temporary.replace(self._path)
 
     def remove(self) -> None:

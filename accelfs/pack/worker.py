@@ -197,7 +197,8 @@ class _Packer:
                     raise OSError(errno.EINVAL, "is no longer a regular file")
                 sparse = before.st_blocks * 512 < before.st_size and _has_hole(descriptor, before.st_size)
                 if before.st_size > CHUNK_BYTES or sparse:
-                    result = self._large(descriptor, before)
+                    blocks = before.st_blocks if sparse else -(-before.st_size // 512)
+                    result = self._large(descriptor, before.st_size, blocks)
                 else:
                     result = self._small(descriptor, before.st_size)
                 if result is None or _state(os.fstat(descriptor)) != _state(before):
@@ -231,9 +232,8 @@ class _Packer:
         codec, dictionary, position, length, crc = self._keep(shard, room[:size], True)
         return Result(codec, dictionary, 0, position, self._shard_number | length << 32, crc, digest)
 
-    def _large(self, descriptor: int, status: os.stat_result) -> Result | None:
+    def _large(self, descriptor: int, size: int, blocks: int) -> Result | None:
         """Store a file chunk by chunk; chunks that lie in a hole take no place."""
-        size = status.st_size
         start = self._extents.tell()
         digest = ContentHash()
         count = 0
@@ -256,7 +256,7 @@ class _Packer:
             count += 1
             if count % 64 == 0:
                 self._parent.send(BatchDone(0, 0))  # a sign of life during a long file
-        return Result(RAW, 0, EXTENTS, start, status.st_blocks, self._worker << 32 | count, digest.digest())
+        return Result(RAW, 0, EXTENTS, start, blocks, self._worker << 32 | count, digest.digest())
 
     def _probe(self, descriptor: int, size: int) -> bool:
         """Is it worth trying to compress the chunks of this file?"""
