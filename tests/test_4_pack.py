@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import itertools
 import json
 import os
 import pty
@@ -19,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from conftest import SECONDS_MAX, Cli, Finished, Home, Running, deadly, resize_disk, wait_until
@@ -31,6 +33,9 @@ from accelfs.format.catalog import Catalog
 from accelfs.pack import build
 from accelfs.store.layout import parse_slot
 from accelfs.store.posix import PosixStore
+
+if TYPE_CHECKING:
+    from accelfs.store.protocol import Store
 
 MEBI = 1 << 20
 # What is told to stop, or has lost its parent, is gone by then, also on a busy machine.
@@ -458,7 +463,7 @@ def test_version_of_nothing_is_never_published(cli: Cli, home: Home, tmp_path: P
 @pytest.mark.skipif(not IS_ROOT, reason="becoming another user needs root")
 def test_another_user_packs_what_it_may_read_and_keeps_the_owners(home: Home, source: Path) -> None:
     """In a child of this process, since that user need not be able to start our interpreter."""
-    pack_here(source, home, lambda: None)  # loads whatever a pack loads
+    pack_here(source, home)  # loads whatever a pack loads
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         theirs = Home(Path(folder, "home"), Path(folder, "mnt"))
@@ -472,10 +477,10 @@ def test_another_user_packs_what_it_may_read_and_keeps_the_owners(home: Home, so
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
             if skip_unreadable:
-                pack_here(Path(folder, "source"), theirs, lambda: None, skip_unreadable=True)
+                pack_here(Path(folder, "source"), theirs, skip_unreadable=True)
                 return
             with pytest.raises(SourceError, match="'folder1/secret': Permission denied"):
-                pack_here(Path(folder, "source"), theirs, lambda: None)
+                pack_here(Path(folder, "source"), theirs)
             assert_nothing_published(theirs)
 
         for skip_unreadable in (False, True):
@@ -491,7 +496,13 @@ def test_another_user_packs_what_it_may_read_and_keeps_the_owners(home: Home, so
 
 
 def pack_here(
-    source: Path, home: Home, change: Callable[[], object], *, after_folders: int = 1, skip_unreadable: bool = False
+    source: Path,
+    home: Home,
+    change: Callable[[], object] = lambda: None,
+    *,
+    after_folders: int = 1,
+    skip_unreadable: bool = False,
+    store: Store | None = None,
 ) -> build.Packed:
     """Pack in this process, and call `change` when so many folders have been listed and no file has been read."""
     listed = 0
@@ -504,7 +515,7 @@ def pack_here(
                 change()
 
     done = build.pack(
-        str(source), parse_slot("photos"), PosixStore(home.store), home.scratch("photos"),
+        str(source), parse_slot("photos"), store or PosixStore(home.store), home.scratch("photos"),
         profile="raw", jobs=2, skip_unreadable=skip_unreadable, observe=observe,
     )  # fmt: skip
     assert listed >= after_folders, "the change was never made"
@@ -826,6 +837,78 @@ def used_bytes(path: Path) -> int:
 # --- Killed, interrupted, at once ----------------------------------------------------------------
 
 
+class DeadlyStore:
+    """A store that kills its process before or after one of its calls: step 2n is before call n, 2n + 1 after it."""
+
+    def __init__(self, store: Store, step: int) -> None:
+        self._store = store
+        self._steps_left = step
+
+    def _step(self) -> None:
+        if self._steps_left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._steps_left -= 1
+
+    def _call(self, call: Callable[..., Any], *arguments: object) -> Any:
+        self._step()
+        done = call(*arguments)
+        self._step()
+        return done
+
+    def list(self, prefix: str) -> list[str]:
+        return cast("list[str]", self._call(self._store.list, prefix))
+
+    def read(self, key: str, bytes_max: int) -> bytes:
+        return cast("bytes", self._call(self._store.read, key, bytes_max))
+
+    def upload(self, source: Path, key: str) -> None:
+        self._call(self._store.upload, source, key)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return cast("bool", self._call(self._store.create, key, data))
+
+    def delete(self, key: str) -> None:
+        self._call(self._store.delete, key)
+
+    def local_path(self, key: str) -> Path:
+        return self._store.local_path(key)
+
+
+def test_pack_that_is_killed_around_any_call_of_the_store(home: Home, source: Path) -> None:
+    """Each step of publishing, one by one: nothing or a whole version, and the next pack takes back what is unnamed."""
+    pack_here(source, home)
+    published = packed(walk(source))
+    for step in itertools.count():
+        # Another content each time, so that nothing left behind gets a name later.
+        write(source / "file", noise(5000, step))
+        before = versions(home)
+        killed = deadly([step], lambda step: pack_here(source, home, store=DeadlyStore(PosixStore(home.store), step)))
+        after = versions(home)
+        assert after in (before, [*before, len(before) + 1])
+        published = published if after == before else packed(walk(source))
+        assert differences(published, slot_walk(home.environment, "photos")) == [], f"step {step}"
+
+        write(source / "file", noise(5000, -step - 1))
+        wait_until(lambda: not home_is_locked(home), "the workers of the killed pack to end", STOP_SECONDS_MAX)
+        pack_here(source, home)
+        published = packed(walk(source))
+        assert unnamed(home) == [], f"step {step}"
+        assert scratch_left(home) == [], f"step {step}"
+        if not killed:
+            break
+    assert step >= 12, "at least the objects, the manifest and the looks at what is there"
+    assert_equal(source, home)
+
+
+def home_is_locked(home: Home) -> bool:
+    with (home.scratch("photos") / "lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
 @pytest.fixture
 def busy_source(tmp_path: Path) -> Path:
     """Half a second of work for two processes: several shards, large files, a dictionary."""
@@ -844,11 +927,12 @@ def test_killed_pack_publishes_all_or_nothing_and_the_next_cleans_up(
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     source = random.Random(seed)
-    expected = packed(walk(busy_source))
     started = time.monotonic()
     cli("pack", busy_source, "photos")
     seconds = time.monotonic() - started
-    for _ in range(kills):
+    published = packed(walk(busy_source))
+    for kill in range(kills):
+        write(busy_source / "file", noise(1000, kill))
         before = versions(home)
         delay = source.uniform(0.25, 1.05) * seconds
         number = source.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
@@ -865,13 +949,15 @@ def test_killed_pack_publishes_all_or_nothing_and_the_next_cleans_up(
 
         after = versions(home)
         assert after in (before, [*before, len(before) + 1])
-        assert differences(expected, slot_walk(home.environment, "photos")) == []
+        published = published if after == before else packed(walk(busy_source))
+        assert differences(published, slot_walk(home.environment, "photos")) == []
         # The workers of a killed packer end within moments; until then the slot is theirs.
         retry(lambda: cli("pack", busy_source, "photos", code=None))
+        published = packed(walk(busy_source))
         assert versions(home) == [*after, len(after) + 1]
         assert unnamed(home) == []
         assert scratch_left(home) == []
-    assert differences(expected, slot_walk(home.environment, "photos")) == []
+    assert differences(published, slot_walk(home.environment, "photos")) == []
 
 
 def retry(run: Callable[[], Finished], seconds_max: float = STOP_SECONDS_MAX) -> None:

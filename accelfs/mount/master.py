@@ -140,7 +140,9 @@ class _Master:
         try:
             pyfuse3.init(self._operations, str(self._path), options)
         except RuntimeError as error:
-            hint = "" if os.geteuid() == 0 else "; without root, fusermount3 (package fuse3) must be installed"
+            hint = "; a container needs --cap-add SYS_ADMIN and --device /dev/fuse"
+            if os.geteuid() != 0:
+                hint = "; without root, fusermount3 (package fuse3) must be installed"
             raise MountError(f"{self._path}: cannot be mounted: {error}{hint}") from error
         self._session = device.session_descriptor()
         self._serving: Coroutine[Any, Any, None] = pyfuse3.main(1, 1)

@@ -46,8 +46,19 @@ def encode(document: msgspec.Struct) -> bytes:
 
 
 def decode(line: bytes, type_: type[_Document]) -> _Document:
-    """Raises ValueError for what `encode` did not write."""
-    return msgspec.convert(json.loads(line), type_)
+    """Raises ValueError for what `encode` did not write.
+
+    The writer may have had another locale, where the same bytes are other characters.
+    """
+    return msgspec.convert(_in_our_locale(json.loads(line)), type_)
+
+
+def _in_our_locale(value: object) -> object:
+    if isinstance(value, str):
+        return os.fsdecode(value.encode("utf-8", "surrogateescape"))
+    if isinstance(value, dict):
+        return {key: _in_our_locale(item) for key, item in value.items()}
+    return value
 
 
 class SlotState:
