@@ -44,6 +44,9 @@ def mount(
     version: Annotated[
         int | None, typer.Option(min=1, help="Version to mount.  [default: the newest]", show_default=False)
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take a mounted slot over with new processes; its readers notice nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Mount a slot read-only.
@@ -53,15 +56,26 @@ def mount(
     """
     from accelfs.dataset import versions
     from accelfs.mount import daemon, device, master
-    from accelfs.mount.state import SlotState
+    from accelfs.mount.state import SlotState, is_mounted
 
     name = parse_slot(slot)
     node = Node.from_environment()
     device.check_available()
-    os.close(SlotState(node.run, name).hold())  # refuse a second mount before the catalog is verified for it
+    files = SlotState(node.run, name)
+    if not replace:
+        os.close(files.hold())  # refuse a second mount before the catalog is verified for it
+    state = files.read()
+    if state is not None and is_mounted(state):
+        # A mount keeps its version, its place and its engine for life, whoever serves it.
+        version, mountpoint, engine = (
+            version or state.version,
+            mountpoint or Path(state.mountpoint),
+            Engine(state.engine),
+        )
+        workers = workers or state.workers
     found = versions.find(node.store, name, version, node.trusted)
     request = master.Request(
-        slot=name, version=found.number, mountpoint=mountpoint or node.mountpoint(name),
+        slot=name, version=found.number, mountpoint=mountpoint or node.mountpoint(name), replace=replace,
         create_mountpoint=mountpoint is None,
         workers=workers or min(_DEFAULT_WORKERS_MAX, len(os.sched_getaffinity(0))),
         engine=engine.value, run=node.run, open_tree=found.open_tree,
@@ -104,7 +118,7 @@ def umount(
     if files.held():
         if force:
             os.kill(state.master_pid, signal.SIGTERM)
-        if not files.wait_released(_UMOUNT_SECONDS):
+        if not files.wait_ended(state.master_pid, _UMOUNT_SECONDS):
             raise MountError(f"{path} is unmounted, but its process {state.master_pid} does not end; see the log")
         return
     # The master was killed: what it would have done.

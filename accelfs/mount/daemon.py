@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from accelfs.errors import AccelfsError, MountError
-from accelfs.mount import master
+from accelfs.mount import master, worker
 from accelfs.mount.state import MountState
 
 LOG_BYTES_MAX = 10 << 20
@@ -65,7 +65,7 @@ def start(request: master.Request, log_path: Path) -> MountState:
     child = os.fork()
     if child == 0:
         os.close(ours)
-        _become_daemon(log)
+        _become_daemon(log, theirs)
         _run(lambda said: _say(theirs, said), request)
     os.close(theirs)
     os.close(log)
@@ -84,15 +84,15 @@ def start(request: master.Request, log_path: Path) -> MountState:
     return said.state
 
 
-def _become_daemon(log: int) -> None:
+def _become_daemon(log: int, pipe: int) -> None:
+    """Keep nothing of the starter's but the pipe: an open file of the mount itself would make it busy for ever."""
     os.setsid()
     os.chdir("/")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.close(null)
-    os.close(log)
+    worker.close_all_but({0, 1, 2, pipe})
     log_to(2)
 
 

@@ -1,9 +1,8 @@
-"""What do we say to /dev/fuse ourselves, beside what libfuse says?
+"""What do we ask of /dev/fuse ourselves, beside what libfuse does?
 
-The INIT handshake goes through our hands, since libfuse leaves max_background at 12 and pyfuse3 cannot set it:
-16 readers that wait would block every other large read.  Each worker gets a clone of the device, hence a list of
-requests in flight of its own; the master keeps every clone open, so that the requests of a dead worker stay with
-the kernel until RESEND queues them again.
+Each worker gets a clone of the device, hence a list of requests in flight of its own; the master keeps every clone
+open, so that the requests of a dead worker stay with the kernel until RESEND queues them again.  A connection lives as
+long as any descriptor on it is open: a new master takes one from whoever still has it.
 
 Structures and numbers are those of <linux/fuse.h>, protocol 7.x.
 
@@ -12,25 +11,22 @@ Concurrency: sync; used by the master, and `clone` before each fork.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import platform
 import re
 import select
-import socket
+import signal
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 from accelfs.errors import MountError
-from accelfs.mount.protocol import FUSE_DEV_IOC_CLONE, FUSE_NOTIFY_RESEND, OUT_HEADER, REQUEST_BYTES_MAX
+from accelfs.mount.protocol import FUSE_DEV_IOC_CLONE, FUSE_NOTIFY_RESEND, OUT_HEADER
 
 DEVICE = Path("/dev/fuse")
-MAX_BACKGROUND = 4096
-# The two u16 of fuse_init_out that libfuse gets wrong: max_background and congestion_threshold.
-_INIT_BACKGROUND = struct.Struct("=HH")
-_INIT_BACKGROUND_OFFSET = OUT_HEADER.size + 16
+_SYS_PIDFD_GETFD = 438  # the same on every architecture
 _RESEND_SINCE = (6, 9)
 
 
@@ -51,36 +47,66 @@ def check_available() -> None:
         raise MountError(f"{DEVICE}: {error.strerror}") from error
 
 
-def session_descriptor() -> int:
-    """The descriptor that libfuse has just opened: the only /dev/fuse of this process."""
+def descriptors(process: int | str) -> list[int]:
+    """The numbers of a process's open /dev/fuse descriptors."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(f"/proc/{process}/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{name}") == str(DEVICE):
+            if os.readlink(f"/proc/{process}/fd/{name}") == str(DEVICE):
                 found.append(int(name))
         except FileNotFoundError:
             continue
-    assert len(found) == 1, f"one session, one descriptor: {found}"
-    return found[0]
+    return found
 
 
-def handshake(session: int, answer_init: Callable[[], object]) -> None:
-    """Carry INIT from the kernel to libfuse and its answer, with our max_background, back to the kernel.
+def duplicate(process: int, mount_device: str) -> int | None:
+    """A descriptor of our own on the connection that another process serves, or None if it serves none.
 
-    `answer_init` lets libfuse process one request that waits on the session's descriptor.
+    `mount_device` (`major:minor`) tells which connection is meant, since a process number may have gone to somebody
+    else; kernels that do not show a device's connection are believed.  Needs the right to trace the process.
     """
-    kernel = os.dup(session)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        request = os.read(kernel, REQUEST_BYTES_MAX)
-        os.dup2(theirs.fileno(), session)
-        ours.send(request)
-        answer_init()
-        answer = bytearray(ours.recv(4096))
-        _INIT_BACKGROUND.pack_into(answer, _INIT_BACKGROUND_OFFSET, MAX_BACKGROUND, MAX_BACKGROUND)
-        os.write(kernel, answer)
-        os.dup2(kernel, session, inheritable=False)
-    os.close(kernel)
+    try:
+        handle = os.pidfd_open(process)
+    except OSError:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        for number in descriptors(process):
+            descriptor = int(libc.syscall(_SYS_PIDFD_GETFD, handle, number, 0))
+            if descriptor < 0:
+                continue
+            os.set_inheritable(descriptor, False)
+            if _serves(descriptor, mount_device):
+                return descriptor
+            os.close(descriptor)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    finally:
+        os.close(handle)
+    return None
+
+
+def _serves(descriptor: int, mount_device: str) -> bool:
+    for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "fuse_connection":
+            return value.strip() == mount_device.partition(":")[2]
+    return True
+
+
+def end(process: int, seconds: float) -> None:
+    """SIGKILL a process that need not be our child, and wait until it is gone."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], seconds)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)
 
 
 def clone(session: int) -> int:

@@ -7,7 +7,8 @@ never reads a request and never touches its own mount: a child asks whether it a
     SIGTERM, SIGINT     unmount (detach if in use), give readers DRAIN_SECONDS, end
     umount from outside the workers see the connection end; so does the master
 
-If the master itself is killed, the workers go on serving; the path never shows an empty folder.
+If the master itself is killed, the workers go on serving; the next master takes the connection over from them.  The
+same way a new release replaces a living one.
 
 Concurrency: single-threaded; signals are blocked and taken one at a time by sigtimedwait.
 """
@@ -19,20 +20,19 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelfs.errors import BusyError, MountError
-from accelfs.mount import device, mountpoint, worker
-from accelfs.mount.loop import BlockingLoop, load_pyfuse3
+from accelfs.mount import connection, device, mountpoint, worker
+from accelfs.mount.connection import Connection, Handshake
 from accelfs.mount.state import MountState, SlotState, is_mounted
 from accelfs.store.filesystem import ACCELFS_TYPE, mounted_at
 
 if TYPE_CHECKING:
     from accelfs.dataset.tree import Tree
-    from accelfs.mount.operations import Operations
     from accelfs.store.layout import SlotName
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 WORKERS_MAX = 16
 READY_SECONDS = 30.0
 DRAIN_SECONDS = 5.0
+END_SECONDS = 5.0
 READ_AHEAD_BYTES = 1 << 20
 RESTART_DELAY_SECONDS_MAX = 5.0
 # A worker that served this long did not die of what it met at its start.
@@ -59,6 +60,7 @@ class Request:
     workers: int
     engine: worker.Engine
     run: Path
+    replace: bool
     open_tree: Callable[[], Tree]
 
 
@@ -69,12 +71,25 @@ def serve(request: Request, on_ready: Callable[[MountState], None]) -> None:
     """
     device.check_available()
     state = SlotState(request.run, request.slot)
-    lock = state.hold()
+    lock = _hold(state, request.replace)
+    logging.getLogger("pyfuse3").addFilter(_is_worth_logging)
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         _Master(request, state).run(on_ready)
     finally:
         os.close(lock)
+
+
+def _hold(files: SlotState, replace: bool) -> int:
+    """Become the slot's only master.
+
+    A living one that is to be replaced is killed: its workers serve on, and hand their connection over like those of
+    any dead master.
+    """
+    living = files.read()
+    if replace and living is not None and files.held():
+        device.end(living.master_pid, END_SECONDS)
+    return files.hold()
 
 
 class _Master:
@@ -87,6 +102,7 @@ class _Master:
         self._made = False
         self._device = ""
         self._session = -1
+        self._connection: Connection | None = None
         self._clones: dict[int, int | None] = {}
         """Each living worker's clone; None where the kernel cannot RESEND: then closing it ends its requests."""
         self._started: dict[int, float] = {}
@@ -98,10 +114,15 @@ class _Master:
         self._keep_clones = device.can_resend()
 
     def run(self, on_ready: Callable[[MountState], None]) -> None:
-        self._adopt_orphan()
-        self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+        orphan = self._state_file.read()
+        if orphan is not None and not (is_mounted(orphan) and self._take_over(orphan)):
+            self._clear(orphan)
         try:
-            self._mount()
+            if self._connection is None:
+                self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+                self._mount()
+            else:
+                device.resend(self._session)
             for _ in range(self._request.workers):
                 self._start_worker()
             self._state_file.write(self._state())
@@ -111,57 +132,71 @@ class _Master:
         finally:
             self._take_down()
 
-    def _adopt_orphan(self) -> None:
-        """End what a killed master left serving: this mount replaces it."""
-        state = self._state_file.read()
-        if state is None:
-            return
-        path = Path(state.mountpoint)
-        if is_mounted(state):
-            log.warning("the master of %s at %s was killed; replacing it", state.slot, path)
+    def _take_over(self, orphan: MountState) -> bool:
+        """Serve the mount of a dead master, whose workers hold the connection; False if nobody does.
+
+        The old workers are ended only when libfuse knows the connection here.  What they had read and not answered is
+        sent again, so their readers wait a moment and see no error.
+        """
+        path = Path(orphan.mountpoint)
+        for process in (orphan.master_pid, *orphan.worker_pids):
+            descriptor = device.duplicate(process, orphan.device)
+            if descriptor is not None:
+                break
+        else:
+            return False
+        if path != self._path:
+            os.close(descriptor)
+            raise MountError(f"{orphan.slot} is mounted at {path}; umount it first, or mount it there again")
+        if orphan.version != self._request.version:
+            os.close(descriptor)
+            raise MountError(
+                f"{path} shows version {orphan.version}; a mount keeps its version for life: "
+                f"accelfs umount {orphan.slot}, then mount version {self._request.version}"
+            )
+        handshake = Handshake(bytes.fromhex(orphan.init_request), bytes.fromhex(orphan.init_answer))
+        self._connection = connection.adopt(descriptor, handshake, self._name)
+        self._session, self._device, self._made = descriptor, orphan.device, orphan.made_mountpoint
+        log.info("%s: taking over from the processes %s", path, [orphan.master_pid, *orphan.worker_pids])
+        for process in (orphan.master_pid, *orphan.worker_pids):
+            device.end(process, END_SECONDS)
+        return True
+
+    def _clear(self, orphan: MountState) -> None:
+        """Remove what a dead mount of the slot left behind."""
+        path = Path(orphan.mountpoint)
+        if is_mounted(orphan):
             mountpoint.unmount(path, lazy=True)
-        if state.made_mountpoint and path != self._path:
+        if orphan.made_mountpoint and path != self._path:
             mountpoint.remove_folder(path)
         self._state_file.remove()
 
     def _mount(self) -> None:
-        loop = load_pyfuse3()
-        import pyfuse3
-
-        from accelfs.mount.operations import Operations
-
-        logging.getLogger("pyfuse3").addFilter(_is_worth_logging)
-        self._operations: Operations = Operations()
-        loop.hold = lambda: self._operations.initialized
-        slot, version = self._request.slot, self._request.version
-        options = {f"fsname=accelfs:{slot}@{version}", "subtype=accelfs", "ro", "default_permissions"}
-        if os.geteuid() == 0:
-            options.add("allow_other")
-        try:
-            pyfuse3.init(self._operations, str(self._path), options)
-        except RuntimeError as error:
-            hint = "" if os.geteuid() == 0 else "; without root, fusermount3 (package fuse3) must be installed"
-            raise MountError(f"{self._path}: cannot be mounted: {error}{hint}") from error
-        self._session = device.session_descriptor()
-        self._serving: Coroutine[Any, Any, None] = pyfuse3.main(1, 1)
-        device.handshake(self._session, lambda: self._serving.send(None))
-        self._loop: BlockingLoop = loop
+        self._connection = connection.make(self._path, self._name)
+        self._session = self._connection.session
         row = mounted_at(self._path)
         if row is None:
             raise MountError(f"{self._path}: the mount vanished while it was made")
         self._device = row.device
         device.set_read_ahead(row.device, READ_AHEAD_BYTES)
 
+    @property
+    def _name(self) -> str:
+        """What the mount table shows as the source."""
+        return f"accelfs:{self._request.slot}@{self._request.version}"
+
     def _start_worker(self) -> None:
+        made = self._connection
+        assert made is not None
         clone = device.clone(self._session)
         pid = os.fork()
         if pid == 0:
             code = worker.FAILED
             try:
                 if self._request.engine == "pyfuse3":
-                    self._loop.hold = bool  # from here on it blocks in read(2) instead of suspending
+                    made.loop.hold = bool  # from here on it blocks in read(2) instead of suspending
                 code = worker.run(
-                    self._session, clone, self._request.engine, self._operations, self._serving,
+                    self._session, clone, self._request.engine, made.operations, made.serving,
                     self._request.open_tree,
                 )  # fmt: skip
             finally:
@@ -264,10 +299,13 @@ class _Master:
         self._state_file.remove()
 
     def _state(self) -> MountState:
+        made = self._connection
+        assert made is not None
         return MountState(
             slot=str(self._request.slot), mountpoint=str(self._path), made_mountpoint=self._made,
             version=self._request.version, device=self._device, master_pid=os.getpid(),
-            worker_pids=sorted(self._clones),
+            worker_pids=sorted(self._clones), engine=self._request.engine, workers=self._request.workers,
+            init_request=made.handshake.request.hex(), init_answer=made.handshake.answer.hex(),
         )  # fmt: skip
 
 

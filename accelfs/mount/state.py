@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,11 @@ from accelfs.store.layout import SlotName
 
 
 class MountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one master serves.  `device` is the mount's `major:minor`, as in /proc/self/mountinfo."""
+    """What one master serves, and what its successor needs.
+
+    `device` is the mount's `major:minor`, as in /proc/self/mountinfo; `workers` how many were asked for; the INIT
+    messages are in hex.
+    """
 
     slot: str
     mountpoint: str
@@ -32,6 +37,10 @@ class MountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     master_pid: int
     worker_pids: list[int]
     agent_pid: int | None = None
+    engine: str
+    workers: int
+    init_request: str
+    init_answer: str
 
 
 class SlotState:
@@ -44,7 +53,7 @@ class SlotState:
         self._path = run / f"{slot.file_name}.json"
 
     def hold(self) -> int:
-        """Become the slot's master: return the locked descriptor.  BusyError if there is one."""
+        """Become the slot's master: return the locked descriptor.  MountError or BusyError if there is one."""
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -77,28 +86,17 @@ class SlotState:
             os.close(descriptor)
         return False
 
-    def wait_released(self, seconds: float) -> bool:
-        """Wait until the master has ended; False if it did not in time."""
-        import select
-        import time
-
-        deadline = time.monotonic() + seconds
-        while self.held():
-            state = self.read()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            try:
-                descriptor = os.pidfd_open(state.master_pid) if state else -1
-            except ProcessLookupError:
-                continue  # ended between the two looks
-            if descriptor < 0:
-                return False
-            try:
-                select.select([descriptor], [], [], left)
-            finally:
-                os.close(descriptor)
-        return True
+    def wait_ended(self, master_pid: int, seconds: float) -> bool:
+        """Wait until the master has ended and let go of the slot; False if it did not in time."""
+        try:
+            descriptor = os.pidfd_open(master_pid)
+        except ProcessLookupError:
+            return not self.held()
+        try:
+            ready, _, _ = select.select([descriptor], [], [], seconds)
+        finally:
+            os.close(descriptor)
+        return bool(ready) and not self.held()
 
     def read(self) -> MountState | None:
         try:

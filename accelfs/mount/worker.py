@@ -49,7 +49,7 @@ def run(
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if engine == "pyfuse3":
         os.dup2(clone, session, inheritable=False)
-    _close_all_but({0, 1, 2, session, clone, *_log_descriptors()})
+    close_all_but({0, 1, 2, session, clone, *_log_descriptors()})
     try:
         operations.tree = tree = open_tree()
     except AccelfsError as error:
@@ -71,8 +71,8 @@ def run(
     return FAILED
 
 
-def _close_all_but(kept: set[int]) -> None:
-    """The master's lock, its other workers' clones and its starter's pipe are not ours to hold open."""
+def close_all_but(kept: set[int]) -> None:
+    """Close what a new process inherited: locks, pipes, other workers' clones, files of whoever started it."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with contextlib.suppress(OSError):
