@@ -48,50 +48,66 @@ def check_available() -> None:
 
 
 def descriptors(process: int | str) -> list[int]:
-    """The numbers of a process's open /dev/fuse descriptors."""
+    """The numbers of a process's open /dev/fuse descriptors; none if it is gone or not ours to look at."""
     found = []
-    for name in os.listdir(f"/proc/{process}/fd"):
+    try:
+        names = os.listdir(f"/proc/{process}/fd")
+    except OSError:
+        return []
+    for name in names:
         try:
             if os.readlink(f"/proc/{process}/fd/{name}") == str(DEVICE):
                 found.append(int(name))
-        except FileNotFoundError:
+        except OSError:
             continue
     return found
 
 
-def duplicate(process: int, mount_device: str) -> int | None:
-    """A descriptor of our own on the connection that another process serves, or None if it serves none.
+def holders(mount_device: str) -> list[int]:
+    """Every other process that has a descriptor on the connection of a mount (`major:minor`).
 
-    `mount_device` (`major:minor`) tells which connection is meant, since a process number may have gone to somebody
-    else; kernels that do not show a device's connection are believed.  Needs the right to trace the process.
+    Empty where the kernel does not show a descriptor's connection (before Linux 6.4).
     """
+    own = os.getpid()
+    processes = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]
+    return [process for process in processes if _on_connection(process, mount_device)]
+
+
+def duplicate(process: int, mount_device: str) -> list[int]:
+    """Descriptors of our own for all that another process has on a connection.  Needs the right to trace it."""
     try:
         handle = os.pidfd_open(process)
     except OSError:
-        return None
+        return []
     libc = ctypes.CDLL(None, use_errno=True)
+    found = []
     try:
-        for number in descriptors(process):
+        for number in _on_connection(process, mount_device) or descriptors(process):
             descriptor = int(libc.syscall(_SYS_PIDFD_GETFD, handle, number, 0))
-            if descriptor < 0:
-                continue
-            os.set_inheritable(descriptor, False)
-            if _serves(descriptor, mount_device):
-                return descriptor
-            os.close(descriptor)
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
+                found.append(descriptor)
     finally:
         os.close(handle)
-    return None
+    return found
 
 
-def _serves(descriptor: int, mount_device: str) -> bool:
-    for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "fuse_connection":
-            return value.strip() == mount_device.partition(":")[2]
-    return True
+def _on_connection(process: int, mount_device: str) -> list[int]:
+    """Those of a process's descriptors that the kernel says are on this connection."""
+    minor = mount_device.partition(":")[2]
+    found = []
+    for number in descriptors(process):
+        try:
+            lines = Path(f"/proc/{process}/fdinfo/{number}").read_text().splitlines()
+        except OSError:
+            continue
+        if any(name == "fuse_connection" and value.strip() == minor for name, _, value in _split(lines)):
+            found.append(number)
+    return found
+
+
+def _split(lines: list[str]) -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in lines]
 
 
 def end(process: int, seconds: float) -> None:

@@ -64,32 +64,33 @@ class Request:
     open_tree: Callable[[], Tree]
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    index: int
+    started: float
+
+
 def serve(request: Request, on_ready: Callable[[MountState], None]) -> None:
     """Mount, call `on_ready` when a statvfs through the mount has succeeded, and serve until unmounted.
 
     Raises UsageError, BusyError or MountError if it cannot be mounted; nothing is left behind then.
     """
     device.check_available()
-    state = SlotState(request.run, request.slot)
-    lock = _hold(state, request.replace)
     logging.getLogger("pyfuse3").addFilter(_is_worth_logging)
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        _Master(request, state).run(on_ready)
-    finally:
-        os.close(lock)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    _Master(request, SlotState(request.run, request.slot)).run(request.replace, on_ready)
 
 
-def _hold(files: SlotState, replace: bool) -> int:
-    """Become the slot's only master.
-
-    A living one that is to be replaced is killed: its workers serve on, and hand their connection over like those of
-    any dead master.
-    """
-    living = files.read()
-    if replace and living is not None and files.held():
-        device.end(living.master_pid, END_SECONDS)
-    return files.hold()
+def _check_same(request: Request, living: MountState) -> None:
+    """A mount keeps its place and version for life, whoever serves it."""
+    path = Path(living.mountpoint)
+    if path != mountpoint.resolved(request.mountpoint):
+        raise MountError(f"{living.slot} is mounted at {path}; umount it first, or mount it there again")
+    if living.version != request.version:
+        raise MountError(
+            f"{path} shows version {living.version}; a mount keeps its version for life: "
+            f"accelfs umount {living.slot}, then mount version {request.version}"
+        )
 
 
 class _Master:
@@ -103,63 +104,69 @@ class _Master:
         self._device = ""
         self._session = -1
         self._connection: Connection | None = None
-        self._clones: dict[int, int | None] = {}
-        """Each living worker's clone; None where the kernel cannot RESEND: then closing it ends its requests."""
-        self._started: dict[int, float] = {}
-        self._restarts: list[float] = []
-        """When (monotonic) each missing worker is started again."""
+        self._clones: list[int] = []
+        """The workers' devices, by worker index.  Every process of the mount holds them all."""
+        self._workers: dict[int, _Worker] = {}
+        """By process number."""
+        self._restarts: dict[int, float] = {}
+        """Worker index -> when (monotonic) it is started again."""
         self._delay_seconds = 0.0
         self._ready = False
         self._over = False
-        self._keep_clones = device.can_resend()
 
-    def run(self, on_ready: Callable[[MountState], None]) -> None:
+    def run(self, replace: bool, on_ready: Callable[[MountState], None]) -> None:
         orphan = self._state_file.read()
-        if orphan is not None and not (is_mounted(orphan) and self._take_over(orphan)):
-            self._clear(orphan)
+        if replace and orphan is not None and self._state_file.held():
+            _check_same(self._request, orphan)
+            # Its workers serve on, and hand their connection over like those of any dead master.
+            device.end(orphan.master_pid, END_SECONDS)
+        lock = self._state_file.hold()
         try:
-            if self._connection is None:
-                self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
-                self._mount()
-            else:
-                device.resend(self._session)
-            for _ in range(self._request.workers):
-                self._start_worker()
-            self._state_file.write(self._state())
-            self._wait_ready()
-            on_ready(self._state())
-            self._supervise()
+            if orphan is not None and not (is_mounted(orphan) and self._take_over(orphan)):
+                self._clear(orphan)
+            try:
+                self._serve(on_ready)
+            finally:
+                self._take_down()
         finally:
-            self._take_down()
+            os.close(lock)
+
+    def _serve(self, on_ready: Callable[[MountState], None]) -> None:
+        if self._connection is None:
+            self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+            self._mount()
+        while len(self._clones) < self._request.workers:
+            self._clones.append(device.clone(self._session))
+        device.resend(self._session)
+        for index in range(self._request.workers):
+            self._start_worker(index)
+        self._state_file.write(self._state())
+        self._wait_ready()
+        on_ready(self._state())
+        self._supervise()
 
     def _take_over(self, orphan: MountState) -> bool:
         """Serve the mount of a dead master, whose workers hold the connection; False if nobody does.
 
-        The old workers are ended only when libfuse knows the connection here.  What they had read and not answered is
-        sent again, so their readers wait a moment and see no error.
+        All their devices are duplicated first, so that none is closed with requests in flight, which would fail.  The
+        old workers are ended only when libfuse knows the connection here.  What they had read and not answered is sent
+        again: their readers wait a moment and see no error.
         """
-        path = Path(orphan.mountpoint)
-        for process in (orphan.master_pid, *orphan.worker_pids):
-            descriptor = device.duplicate(process, orphan.device)
-            if descriptor is not None:
-                break
-        else:
+        processes = device.holders(orphan.device) or [orphan.master_pid, *orphan.worker_pids]
+        duplicates = [descriptor for process in processes for descriptor in device.duplicate(process, orphan.device)]
+        if not duplicates:
             return False
-        if path != self._path:
-            os.close(descriptor)
-            raise MountError(f"{orphan.slot} is mounted at {path}; umount it first, or mount it there again")
-        if orphan.version != self._request.version:
-            os.close(descriptor)
-            raise MountError(
-                f"{path} shows version {orphan.version}; a mount keeps its version for life: "
-                f"accelfs umount {orphan.slot}, then mount version {self._request.version}"
-            )
+        _check_same(self._request, orphan)
         handshake = Handshake(bytes.fromhex(orphan.init_request), bytes.fromhex(orphan.init_answer))
-        self._connection = connection.adopt(descriptor, handshake, self._name)
-        self._session, self._device, self._made = descriptor, orphan.device, orphan.made_mountpoint
-        log.info("%s: taking over from the processes %s", path, [orphan.master_pid, *orphan.worker_pids])
-        for process in (orphan.master_pid, *orphan.worker_pids):
+        self._session = os.dup(duplicates[0])
+        self._connection = connection.adopt(self._session, handshake, self._name)
+        self._device, self._made = orphan.device, orphan.made_mountpoint
+        log.info("%s: taking over from the processes %s", self._path, processes)
+        for process in processes:
             device.end(process, END_SECONDS)
+        device.resend(self._session)
+        for descriptor in duplicates:
+            os.close(descriptor)
         return True
 
     def _clear(self, orphan: MountState) -> None:
@@ -185,10 +192,9 @@ class _Master:
         """What the mount table shows as the source."""
         return f"accelfs:{self._request.slot}@{self._request.version}"
 
-    def _start_worker(self) -> None:
+    def _start_worker(self, index: int) -> None:
         made = self._connection
         assert made is not None
-        clone = device.clone(self._session)
         pid = os.fork()
         if pid == 0:
             code = worker.FAILED
@@ -196,22 +202,19 @@ class _Master:
                 if self._request.engine == "pyfuse3":
                     made.loop.hold = bool  # from here on it blocks in read(2) instead of suspending
                 code = worker.run(
-                    self._session, clone, self._request.engine, made.operations, made.serving,
+                    self._session, self._clones, index, self._request.engine, made.operations, made.serving,
                     self._request.open_tree,
                 )  # fmt: skip
             finally:
                 logging.shutdown()
                 os._exit(code)
-        self._started[pid] = time.monotonic()
-        self._clones[pid] = clone if self._keep_clones else None
-        if not self._keep_clones:
-            os.close(clone)
+        self._workers[pid] = _Worker(index, time.monotonic())
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS
         while not device.answers(self._path, max(0.1, deadline - time.monotonic())):
             self._reap()
-            if not self._clones and not self._restarts:
+            if not self._workers and not self._restarts:
                 raise MountError(f"{self._path}: no worker could open the version; the log says why")
             if time.monotonic() >= deadline:
                 raise MountError(f"{self._path}: the mount does not answer within {READY_SECONDS:.0f} s; see the log")
@@ -219,8 +222,8 @@ class _Master:
 
     def _supervise(self) -> None:
         """Until the connection is over, or a signal asks to end it."""
-        while self._clones or self._restarts:
-            seconds = max(0.0, min(self._restarts) - time.monotonic()) if self._restarts else _IDLE_SECONDS
+        while self._workers or self._restarts:
+            seconds = max(0.0, min(self._restarts.values()) - time.monotonic()) if self._restarts else _IDLE_SECONDS
             received = signal.sigtimedwait(_SIGNALS, seconds)
             if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
                 log.info("%s: ending on signal %d", self._path, received.si_signo)
@@ -238,12 +241,12 @@ class _Master:
                 return
             if pid == 0:
                 return
-            if pid in self._clones:  # else it was a child that asked whether the mount answers
+            if pid in self._workers:  # else it was a child that asked whether the mount answers
                 self._worker_ended(pid, os.waitstatus_to_exitcode(status))
 
     def _worker_ended(self, pid: int, code: int) -> None:
-        clone = self._clones.pop(pid)
-        served_seconds = time.monotonic() - self._started.pop(pid)
+        ended = self._workers.pop(pid)
+        served_seconds = time.monotonic() - ended.started
         if code == worker.ENDED:
             self._over = True
             self._restarts.clear()
@@ -254,18 +257,25 @@ class _Master:
                 "worker %d ended with code %d after %.1f s; the next starts in %.2f s",
                 pid, code, served_seconds, self._delay_seconds,
             )  # fmt: skip
-            self._restarts.append(time.monotonic() + self._delay_seconds)
-        if clone is not None:
+            self._restarts[ended.index] = time.monotonic() + self._delay_seconds
+            self._requeue(ended.index)
+
+    def _requeue(self, index: int) -> None:
+        """What the worker had read and not answered goes to the others."""
+        if device.can_resend():
             device.resend(self._session)
-            os.close(clone)
+        else:
+            # An older kernel ends these requests when the device is closed everywhere, and page reads are tried again.
+            os.close(self._clones[index])
+            self._clones[index] = device.clone(self._session)
 
     def _restart_due(self) -> None:
         now = time.monotonic()
-        due = [moment for moment in self._restarts if moment <= now]
+        due = [index for index, moment in self._restarts.items() if moment <= now]
         if due and not self._over:
-            self._restarts = [moment for moment in self._restarts if moment > now]
-            for _ in due:
-                self._start_worker()
+            for index in due:
+                del self._restarts[index]
+                self._start_worker(index)
             self._state_file.write(self._state())
 
     def _drain(self) -> None:
@@ -280,7 +290,7 @@ class _Master:
         self._over = True
         self._restarts.clear()
         deadline = time.monotonic() + DRAIN_SECONDS
-        while self._clones and time.monotonic() < deadline:
+        while self._workers and time.monotonic() < deadline:
             signal.sigtimedwait((signal.SIGCHLD,), max(0.0, deadline - time.monotonic()))
             self._reap()
 
@@ -289,7 +299,7 @@ class _Master:
         row = mounted_at(self._path)
         if row is not None and row.type == ACCELFS_TYPE and row.device == self._device:
             mountpoint.unmount(self._path, lazy=True)
-        for pid in list(self._clones):
+        for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if self._session >= 0:
@@ -304,7 +314,7 @@ class _Master:
         return MountState(
             slot=str(self._request.slot), mountpoint=str(self._path), made_mountpoint=self._made,
             version=self._request.version, device=self._device, master_pid=os.getpid(),
-            worker_pids=sorted(self._clones), engine=self._request.engine, workers=self._request.workers,
+            worker_pids=sorted(self._workers), engine=self._request.engine, workers=self._request.workers,
             init_request=made.handshake.request.hex(), init_answer=made.handshake.answer.hex(),
         )  # fmt: skip
 
