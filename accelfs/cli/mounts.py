@@ -6,9 +6,12 @@ import os
 import signal
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from accelfs.mount.master import Mode
 
 from accelfs.cli.arguments import Json, Slot, print_json
 from accelfs.errors import BusyError, MountError, NotFoundError
@@ -54,17 +57,15 @@ def mount(
     Returns when a call through the mount has succeeded.  Without --foreground the mount is served in the background
     and logs to ACCELFS_HOME/log.
     """
-    from accelfs.dataset import versions
-    from accelfs.mount import daemon, device, master
     from accelfs.mount.state import SlotState, is_mounted
 
     name = parse_slot(slot)
     node = Node.from_environment()
-    device.check_available()
     files = SlotState(node.run, name)
     if not replace:
         os.close(files.hold())  # refuse a second mount before the catalog is verified for it
     state = files.read()
+    create = mountpoint is None
     if state is not None and is_mounted(state):
         # A mount keeps its version, its place and its engine for life, whoever serves it.
         version, mountpoint, engine = (
@@ -73,10 +74,46 @@ def mount(
             Engine(state.engine),
         )
         workers = workers or state.workers
+    mode: Mode = "replace" if replace else "mount"
+    path = mountpoint or node.mountpoint(name)
+    _serve(node, name, mode, version, path, create, engine, workers, foreground, as_json)
+
+
+def switch(
+    slot: Slot,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Version to show.  [default: the newest]", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show another version at a slot's mount, at once and without an unmount.
+
+    Open files, working directories and running scans stay in the version that they began in; its processes end with
+    its last user.  Needs root and Linux 6.5.
+    """
+    from accelfs.mount.state import SlotState, is_mounted
+
+    name = parse_slot(slot)
+    node = Node.from_environment()
+    state = SlotState(node.run, name).read()
+    if state is None or not is_mounted(state):
+        raise NotFoundError(f"{name} is not mounted; accelfs mount {name}")
+    path, engine = Path(state.mountpoint), Engine(state.engine)
+    _serve(node, name, "switch", version, path, False, engine, state.workers, False, as_json)
+
+
+def _serve(
+    node: Node, name: SlotName, mode: Mode, version: int | None, path: Path, create: bool, engine: Engine,
+    workers: int | None, foreground: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Start a master, here or in the background, and say when it is ready."""
+    from accelfs.dataset import versions
+    from accelfs.mount import daemon, device, master
+
+    device.check_available()
     found = versions.find(node.store, name, version, node.trusted)
     request = master.Request(
-        slot=name, version=found.number, mountpoint=mountpoint or node.mountpoint(name), replace=replace,
-        create_mountpoint=mountpoint is None,
+        slot=name, version=found.number, mountpoint=path, mode=mode, create_mountpoint=create,
         workers=workers or min(_DEFAULT_WORKERS_MAX, len(os.sched_getaffinity(0))),
         engine=engine.value, run=node.run, open_tree=found.open_tree,
     )  # fmt: skip

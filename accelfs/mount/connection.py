@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelfs.errors import MountError
-from accelfs.mount import device
+from accelfs.mount import device, mountpoint
 from accelfs.mount.loop import BlockingLoop, load_pyfuse3
 from accelfs.mount.protocol import OUT_HEADER, REQUEST_BYTES_MAX
 
@@ -42,9 +42,13 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A connection that libfuse knows.  `session` is the descriptor that pyfuse3 reads."""
+    """A connection that libfuse knows.
+
+    `session` is the descriptor that pyfuse3 reads; `mount` the detached mount, or None if its path shows it already.
+    """
 
     session: int
+    mount: int | None
     handshake: Handshake
     operations: Operations
     serving: Coroutine[Any, Any, None]
@@ -52,17 +56,26 @@ class Connection:
 
 
 def make(path: Path, name: str) -> Connection:
-    """Mount at `path` under the source name `name`.  Raises MountError."""
-    before = set(device.descriptors("self"))
-    loop, operations = _start_libfuse(str(path), name)
-    (session,) = set(device.descriptors("self")) - before
-    serving = _serving(loop, operations)
+    """Make a new connection, with a detached mount where that is possible, else mounted at `path`.
+
+    `name` is what the mount table will show as its source.  Raises MountError.
+    """
+    session = os.open(device.DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    mount = mountpoint.detached(session, name)
+    if mount is None:
+        os.close(session)
+        before = set(device.descriptors("self"))
+        loop, operations = _start_libfuse(str(path), name)
+        (session,) = set(device.descriptors("self")) - before
+    else:
+        loop, operations = _start_libfuse(f"/dev/fd/{session}", name)
+    serving = _serving()
     kernel = os.dup(session)
     request = os.read(kernel, REQUEST_BYTES_MAX)
     answer = _answer(kernel, session, request, serving)
     os.write(kernel, answer)
     os.close(kernel)
-    return Connection(session, Handshake(request, answer), operations, serving, loop)
+    return Connection(session, mount, Handshake(request, answer), operations, serving, loop)
 
 
 def adopt(descriptor: int, handshake: Handshake, name: str) -> Connection:
@@ -72,13 +85,13 @@ def adopt(descriptor: int, handshake: Handshake, name: str) -> Connection:
     answer, so the connection must be served by what gave it.
     """
     loop, operations = _start_libfuse(f"/dev/fd/{descriptor}", name)
-    serving = _serving(loop, operations)
+    serving = _serving()
     kernel = os.dup(descriptor)
     answer = _answer(kernel, descriptor, handshake.request, serving)
     os.close(kernel)
     if answer != handshake.answer:
         raise MountError(f"{name}: this release speaks FUSE differently from the one that mounted it; umount and mount")
-    return Connection(descriptor, handshake, operations, serving, loop)
+    return Connection(descriptor, None, handshake, operations, serving, loop)
 
 
 def _start_libfuse(mountpoint: str, name: str) -> tuple[BlockingLoop, Operations]:
@@ -100,7 +113,7 @@ def _start_libfuse(mountpoint: str, name: str) -> tuple[BlockingLoop, Operations
     return loop, operations
 
 
-def _serving(loop: BlockingLoop, operations: Operations) -> Coroutine[Any, Any, None]:
+def _serving() -> Coroutine[Any, Any, None]:
     import pyfuse3
 
     serving: Coroutine[Any, Any, None] = pyfuse3.main(1, 1)

@@ -159,8 +159,8 @@ def set_read_ahead(device: str, read_ahead_bytes: int) -> None:
         return  # not root, or sysfs is read-only in this container
 
 
-def answers(mountpoint: Path, seconds: float) -> bool:
-    """Does a statvfs through the mount succeed in time?
+def answers(mount: Path | int, seconds: float) -> bool:
+    """Does a statvfs through the mount, at its path or by a descriptor on it, succeed in time?
 
     It is never cached by the kernel, so a worker must answer it.  A child asks, since whoever touches a mount
     that nobody serves does not come back.
@@ -169,7 +169,7 @@ def answers(mountpoint: Path, seconds: float) -> bool:
     if child == 0:
         code = 1
         try:
-            os.statvfs(mountpoint)
+            os.statvfs(mount)
             code = 0
         except OSError:
             pass

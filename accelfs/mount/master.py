@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from accelfs.errors import BusyError, MountError
+from accelfs.errors import BusyError, MountError, NotFoundError
 from accelfs.mount import connection, device, mountpoint, worker
 from accelfs.mount.connection import Connection, Handshake
 from accelfs.mount.state import MountState, SlotState, is_mounted
@@ -46,7 +46,11 @@ RESTART_DELAY_SECONDS_MAX = 5.0
 # A worker that served this long did not die of what it met at its start.
 _STEADY_SECONDS = 10.0
 _IDLE_SECONDS = 3600.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+
+
+Mode = Literal["mount", "replace", "switch"]
+"""mount: at a free path, or from a dead master; replace: from a living one too; switch: another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Request:
     workers: int
     engine: worker.Engine
     run: Path
-    replace: bool
+    mode: Mode
     open_tree: Callable[[], Tree]
 
 
@@ -78,7 +82,7 @@ def serve(request: Request, on_ready: Callable[[MountState], None]) -> None:
     device.check_available()
     logging.getLogger("pyfuse3").addFilter(_is_worth_logging)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    _Master(request, SlotState(request.run, request.slot)).run(request.replace, on_ready)
+    _Master(request, SlotState(request.run, request.slot)).run(on_ready)
 
 
 def _check_same(request: Request, living: MountState) -> None:
@@ -113,37 +117,74 @@ class _Master:
         self._delay_seconds = 0.0
         self._ready = False
         self._over = False
+        self._retired = False
+        self._lock = -1
+        """Held as long as the slot is ours."""
 
-    def run(self, replace: bool, on_ready: Callable[[MountState], None]) -> None:
-        orphan = self._state_file.read()
-        if replace and orphan is not None and self._state_file.held():
-            _check_same(self._request, orphan)
-            # Its workers serve on, and hand their connection over like those of any dead master.
-            device.end(orphan.master_pid, END_SECONDS)
-        lock = self._state_file.hold()
+    def run(self, on_ready: Callable[[MountState], None]) -> None:
+        found = self._state_file.read()
+        mode = self._request.mode
         try:
-            if orphan is not None and not (is_mounted(orphan) and self._take_over(orphan)):
-                self._clear(orphan)
-            try:
-                self._serve(on_ready)
-            finally:
-                self._take_down()
+            if mode == "switch":
+                self._switch(found)
+            else:
+                if mode == "replace" and found is not None and self._state_file.held():
+                    _check_same(self._request, found)
+                    # Its workers serve on, and hand their connection over like those of any dead master.
+                    device.end(found.master_pid, END_SECONDS)
+                self._lock = self._state_file.hold()
+                self._begin(found)
+            self._state_file.write(self._state())
+            on_ready(self._state())
+            self._supervise()
         finally:
-            os.close(lock)
+            self._take_down()
 
-    def _serve(self, on_ready: Callable[[MountState], None]) -> None:
-        if self._connection is None:
-            self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
-            self._mount()
+    def _begin(self, found: MountState | None) -> None:
+        """Serve at a path that shows nothing yet, or take over what a dead master left there."""
+        if found is not None and is_mounted(found) and self._take_over(found):
+            self._start_workers()
+            self._wait_ready(self._path)
+            return
+        if found is not None:
+            self._clear(found)
+        self._made = mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+        mount = self._connect()
+        self._start_workers()
+        # A detached mount gets its path only when it answers: nobody ever meets one that does not.
+        self._wait_ready(self._path if mount is None else mount)
+        if mount is not None:
+            mountpoint.attach(mount, self._path)
+            os.close(mount)
+        self._attached()
+
+    def _switch(self, found: MountState | None) -> None:
+        """Serve another version in the place of the one that is mounted."""
+        slot, version = self._request.slot, self._request.version
+        if found is None or not is_mounted(found):
+            raise NotFoundError(f"{slot} is not mounted; accelfs mount {slot}")
+        if found.version == version:
+            raise MountError(f"{found.mountpoint} shows version {version} already")
+        self._path = Path(found.mountpoint)
+        mount = self._connect()
+        if mount is None:
+            raise MountError(f"{self._path}: only root can exchange a mount in place: umount and mount")
+        self._start_workers()
+        self._wait_ready(mount)
+        if self._state_file.held():
+            os.kill(found.master_pid, signal.SIGUSR1)  # retire: the slot is ours, its readers stay its own
+        self._lock = self._state_file.hold_soon(END_SECONDS)
+        mountpoint.exchange(mount, self._path)
+        os.close(mount)
+        self._made = found.made_mountpoint
+        self._attached()
+
+    def _start_workers(self) -> None:
         while len(self._clones) < self._request.workers:
             self._clones.append(device.clone(self._session))
         device.resend(self._session)
         for index in range(self._request.workers):
             self._start_worker(index)
-        self._state_file.write(self._state())
-        self._wait_ready()
-        on_ready(self._state())
-        self._supervise()
 
     def _take_over(self, orphan: MountState) -> bool:
         """Serve the mount of a dead master, whose workers hold the connection; False if nobody does.
@@ -178,9 +219,14 @@ class _Master:
             mountpoint.remove_folder(path)
         self._state_file.remove()
 
-    def _mount(self) -> None:
-        self._connection = connection.make(self._path, self._name)
-        self._session = self._connection.session
+    def _connect(self) -> int | None:
+        """Make the connection; return its detached mount, or None if it shows at its path already."""
+        made = self._connection = connection.make(self._path, self._name)
+        self._session = made.session
+        return made.mount
+
+    def _attached(self) -> None:
+        """Note what the mount table says of the path that shows the mount now."""
         row = mounted_at(self._path)
         if row is None:
             raise MountError(f"{self._path}: the mount vanished while it was made")
@@ -210,9 +256,9 @@ class _Master:
                 os._exit(code)
         self._workers[pid] = _Worker(index, time.monotonic())
 
-    def _wait_ready(self) -> None:
+    def _wait_ready(self, mount: Path | int) -> None:
         deadline = time.monotonic() + READY_SECONDS
-        while not device.answers(self._path, max(0.1, deadline - time.monotonic())):
+        while not device.answers(mount, max(0.1, deadline - time.monotonic())):
             self._reap()
             if not self._workers and not self._restarts:
                 raise MountError(f"{self._path}: no worker could open the version; the log says why")
@@ -229,6 +275,8 @@ class _Master:
                 log.info("%s: ending on signal %d", self._path, received.si_signo)
                 self._drain()
                 return
+            if received is not None and received.si_signo == signal.SIGUSR1:
+                self._retire()
             self._reap()
             self._restart_due()
 
@@ -276,12 +324,21 @@ class _Master:
             for index in due:
                 del self._restarts[index]
                 self._start_worker(index)
-            self._state_file.write(self._state())
+            if not self._retired:
+                self._state_file.write(self._state())
+
+    def _retire(self) -> None:
+        """Another master has the slot now; serve those who still use this version until the last has left."""
+        log.info("%s: version %d is being replaced", self._path, self._request.version)
+        self._retired = True
+        os.close(self._lock)
+        self._lock = -1
 
     def _drain(self) -> None:
         """Unmount; readers of open files get DRAIN_SECONDS before their connection ends."""
         try:
-            mountpoint.unmount(self._path, lazy=False)
+            if not self._retired:
+                mountpoint.unmount(self._path, lazy=False)
         except BusyError:
             log.warning("%s is in use: detached; open files stay readable for %.0f s", self._path, DRAIN_SECONDS)
             mountpoint.unmount(self._path, lazy=True)
@@ -304,9 +361,13 @@ class _Master:
             os.waitpid(pid, 0)
         if self._session >= 0:
             os.close(self._session)
+        if self._lock < 0:
+            return  # the slot is not, or no longer, ours
         if self._made:
             mountpoint.remove_folder(self._path)
-        self._state_file.remove()
+        if self._device:
+            self._state_file.remove()
+        os.close(self._lock)
 
     def _state(self) -> MountState:
         made = self._connection

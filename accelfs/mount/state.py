@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import time
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,13 @@ class SlotState:
                 f"accelfs umount {self._slot} first"
             ) from None
         return descriptor
+
+    def hold_soon(self, seconds: float) -> int:
+        """Hold the slot as soon as its master lets go of it.  MountError if it does not in time."""
+        deadline = time.monotonic() + seconds
+        while self.held() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.hold()
 
     def held(self) -> bool:
         """Is there a living master?"""
