@@ -115,30 +115,29 @@ class FastPath:
                     return
                 raise
             _, opcode, unique, node = unpack(request)
+            answering = False
             try:
                 # The two requests that a file costs at its first read stand here, since a call and a look-up in
                 # the table are a tenth of what they take.
                 if opcode == _READ:
                     data = read(node, *unpack_read(request, _HEADER_BYTES))
+                    answering = True
                     writev(device, (pack_header(_OUT_BYTES + len(data), 0, unique), data))
-                elif opcode == _LOOKUP:
+                    continue
+                if opcode == _LOOKUP:
                     found = lookup(node, view[_HEADER_BYTES : length - 1].tobytes())
-                    write(device, _missing(unique) if found is None else _entry_reply(unique, found))
+                    answer: bytes | None = _missing(unique) if found is None else _entry_reply(unique, found)
                 else:
                     handler = handlers.get(opcode)
                     answer = self._hand_over(unique, length) if handler is None else handler(unique, node)
-                    if answer is not None:
-                        write(device, answer)
-            except OSError as error:
-                self._not_taken(unique, error)
-            except TreeError as error:
-                self._fail(unique, error.errno)
-            except AccelfsError as error:
-                self._operations.log_once(str(error))
-                self._fail(unique, errno_of(error))
-            except Exception:
-                log.exception("request %d of node %d failed; answered EIO", opcode, node)
-                self._fail(unique, errno.EIO)
+                if answer is not None:
+                    answering = True
+                    write(device, answer)
+            except BaseException as error:  # nothing that a request meets may end the worker
+                if answering:
+                    self._not_taken(unique, error)
+                else:
+                    self._failed(opcode, unique, node, error)
 
     def _getattr(self, unique: int, node: int) -> bytes | None:
         found = self._tree.attributes(node)
@@ -227,19 +226,30 @@ class FastPath:
     def _error(self, unique: int, number: int) -> bytes:
         return OUT_HEADER.pack(_OUT_BYTES, -number, unique)
 
+    def _failed(self, opcode: int, unique: int, node: int, error: BaseException) -> None:
+        """No answer could be made: say which errno, and in the log what is wrong."""
+        if isinstance(error, AccelfsError):
+            if not isinstance(error, TreeError):
+                self._operations.log_once(str(error))
+            number = errno_of(error)
+        else:
+            log.error("request %d of node %d failed; answered EIO", opcode, node, exc_info=error)
+            number = errno.EIO
+        self._fail(unique, number)
+
+    def _not_taken(self, unique: int, error: BaseException) -> None:
+        """The kernel refused an answer."""
+        if isinstance(error, OSError) and error.errno == errno.ENOENT:
+            return  # nobody waits any more
+        log.error("an answer was refused (%s); answered EIO", error)
+        self._fail(unique, errno.EIO)
+
     def _fail(self, unique: int, number: int) -> None:
         try:
             os.write(self._device, OUT_HEADER.pack(_OUT_BYTES, -number, unique))
         except OSError as error:
             if error.errno != errno.ENOENT:
                 log.error("an error could not be answered: %s", error.strerror)
-
-    def _not_taken(self, unique: int, error: OSError) -> None:
-        """The kernel refused the answer, or the tree met an OSError that it should have named."""
-        if error.errno == errno.ENOENT:
-            return
-        log.error("an answer was refused (%s); answered EIO", error.strerror)
-        self._fail(unique, errno.EIO)
 
 
 def _attr(found: Attributes) -> tuple[int, ...]:

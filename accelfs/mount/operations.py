@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 FOREVER_SECONDS = 365 * 86400
 BLOCK_BYTES = 512
+_KERNEL_ERRNO_END = 512  # fs/fuse/dev.c refuses an answer with another one
 _LOGGED_MAX = 1024
 # Directory positions: 1 is behind ".", 2 behind "..", n + 3 behind child n.
 DOTS = 2
@@ -47,20 +48,29 @@ def _guarded(handler: Handler) -> Handler:
         except pyfuse3.FUSEError:
             raise
         except TreeError as error:
-            raise pyfuse3.FUSEError(error.errno) from None
+            raise pyfuse3.FUSEError(errno_of(error)) from None
         except AccelfsError as error:
             self.log_once(str(error))
             raise pyfuse3.FUSEError(errno_of(error)) from None
-        except Exception:
-            log.exception("%s%r failed; answered EIO", handler.__name__, arguments[:3])
+        except BaseException as error:  # nothing that a request meets may end the worker
+            log.error("%s%r failed; answered EIO", handler.__name__, arguments[:2], exc_info=error)
             raise pyfuse3.FUSEError(errno.EIO) from None
 
     return guarded  # type: ignore[return-value]  # the wrapper has the handler's own face
 
 
 def errno_of(error: AccelfsError) -> int:
-    """What the kernel hears.  What the catalog promises and the store lacks is EIO, never "no such file"."""
-    return errno.EIO if error.errno == errno.ENOENT else error.errno
+    """What the kernel hears.
+
+    What the catalog promises and the store lacks is EIO, never "no such file": only TreeError says that a name does
+    not exist.  A number that the kernel takes for no errno would leave the caller waiting.
+    """
+    if error.errno == errno.ENOENT and not isinstance(error, TreeError):
+        return errno.EIO
+    if 0 < error.errno < _KERNEL_ERRNO_END:
+        return error.errno
+    log.error("%s: %d is no errno that the kernel takes; answered EIO", error, error.errno)
+    return errno.EIO
 
 
 class Operations(pyfuse3.Operations):
