@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("pack")(packing.pack)
 app.command("mount")(mounts.mount)
 app.command("umount")(mounts.umount)
+app.command("switch")(mounts.switch)
 app.command("status")(mounts.status)
 app.command("ls")(trees.ls)
 app.command("cat")(trees.cat)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from accelfs.mount.master import Mode
 
 from accelfs.cli.arguments import Json, Slot, print_json
 from accelfs.errors import BusyError, MountError, NotFoundError
@@ -44,6 +48,9 @@ def mount(
     version: Annotated[
         int | None, typer.Option(min=1, help="Version to mount.  [default: the newest]", show_default=False)
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Take a mounted slot over with new processes; its readers notice nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Mount a slot read-only.
@@ -51,19 +58,65 @@ def mount(
     Returns when a call through the mount has succeeded.  Without --foreground the mount is served in the background
     and logs to ACCELFS_HOME/log.
     """
-    from accelfs.dataset import versions
-    from accelfs.mount import daemon, device, master
-    from accelfs.mount import mountpoint as mountpoint_module
-    from accelfs.mount.state import SlotState
+    from accelfs.mount.mountpoint import resolved
+    from accelfs.mount.state import SlotState, is_mounted
 
     name = parse_slot(slot)
     node = Node.from_environment()
+    files = SlotState(node.run, name)
+    if not replace:
+        os.close(files.hold())  # refuse a second mount before the catalog is verified for it
+    state = files.read()
+    create = mountpoint is None
+    if state is not None and is_mounted(state):
+        # A mount keeps its version, its place and its engine for life, whoever serves it.
+        version, mountpoint, engine = (
+            version or state.version,
+            mountpoint or Path(state.mountpoint),
+            Engine(state.engine),
+        )
+        workers = workers or state.workers
+    mode: Mode = "replace" if replace else "mount"
+    path = resolved(mountpoint or node.mountpoint(name))
+    _serve(node, name, mode, version, path, create, engine, workers, foreground, as_json)
+
+
+def switch(
+    slot: Slot,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Version to show.  [default: the newest]", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show another version at a slot's mount, at once and without an unmount.
+
+    Open files, working directories and running scans stay in the version that they began in; its processes end with
+    its last user.  Needs root and Linux 6.5.
+    """
+    from accelfs.mount.state import SlotState, is_mounted
+
+    name = parse_slot(slot)
+    node = Node.from_environment()
+    state = SlotState(node.run, name).read()
+    if state is None or not is_mounted(state):
+        raise NotFoundError(f"{name} is not mounted; accelfs mount {name}")
+    path, engine = Path(state.mountpoint), Engine(state.engine)
+    _serve(node, name, "switch", version, path, False, engine, state.workers, False, as_json)
+
+
+def _serve(
+    node: Node, name: SlotName, mode: Mode, version: int | None, path: Path, create: bool, engine: Engine,
+    workers: int | None, foreground: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Start a master, here or in the background, and say when it is ready."""
+    from accelfs.dataset import versions
+    from accelfs.mount import daemon, device, master
+
     device.check_available()
-    os.close(SlotState(node.run, name).hold())  # refuse a second mount before the catalog is verified for it
     found = versions.find(node.store, name, version, node.trusted)
+    found.open_tree().close()  # what a worker would stumble over is said here, before anything is mounted
     request = master.Request(
-        slot=name, version=found.number, mountpoint=mountpoint_module.resolved(mountpoint or node.mountpoint(name)),
-        create_mountpoint=mountpoint is None,
+        slot=name, version=found.number, mountpoint=path, mode=mode, create_mountpoint=create,
         workers=workers or min(_DEFAULT_WORKERS_MAX, len(os.sched_getaffinity(0))),
         engine=engine.value, run=node.run, open_tree=found.open_tree,
     )  # fmt: skip
@@ -88,7 +141,8 @@ def umount(
     ] = False,
 ) -> None:
     """Unmount a slot; its processes have ended when this returns."""
-    from accelfs.mount import mountpoint
+    from accelfs.mount import device, mountpoint
+    from accelfs.mount.master import DRAIN_SECONDS
     from accelfs.mount.state import SlotState, is_mounted
 
     name = parse_slot(slot)
@@ -108,7 +162,12 @@ def umount(
         if not files.wait_ended(state.master_pid, _UMOUNT_SECONDS):
             raise MountError(f"{path} is unmounted, but its process {state.master_pid} does not end; see the log")
         return
-    # The master was killed: what it would have done.
+    # The master was killed: what it would have done.  Without --force nobody used the mount, and its workers end by
+    # themselves; with it their readers get the same seconds as from a living master.
+    deadline = time.monotonic() + (DRAIN_SECONDS if force else _UMOUNT_SECONDS)
+    for process in [*state.worker_pids, *device.holders(state.device)]:
+        if device.descriptors(process) and not device.wait(process, max(0.0, deadline - time.monotonic())):
+            device.end(process, _UMOUNT_SECONDS)
     mountpoint.remove_folders(path, state.made_folders)
     files.remove()
 

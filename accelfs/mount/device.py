@@ -1,9 +1,8 @@
-"""What do we say to /dev/fuse ourselves, beside what libfuse says?
+"""What do we ask of /dev/fuse ourselves, beside what libfuse does?
 
-The INIT handshake goes through our hands, since libfuse leaves max_background at 12 and pyfuse3 cannot set it:
-16 readers that wait would block every other large read.  Each worker gets a clone of the device, hence a list of
-requests in flight of its own; the master keeps every clone open, so that the requests of a dead worker stay with
-the kernel until RESEND queues them again.
+Each worker gets a clone of the device, hence a list of requests in flight of its own; the master keeps every clone
+open, so that the requests of a dead worker stay with the kernel until RESEND queues them again.  A connection lives as
+long as any descriptor on it is open: a new master takes one from whoever still has it.
 
 Structures and numbers are those of <linux/fuse.h>, protocol 7.x.
 
@@ -12,25 +11,22 @@ Concurrency: sync; used by the master, and `clone` before each fork.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import platform
 import re
 import select
-import socket
+import signal
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 from accelfs.errors import MountError
-from accelfs.mount.protocol import FUSE_DEV_IOC_CLONE, FUSE_NOTIFY_RESEND, OUT_HEADER, REQUEST_BYTES_MAX
+from accelfs.mount.protocol import FUSE_DEV_IOC_CLONE, FUSE_NOTIFY_RESEND, OUT_HEADER
 
 DEVICE = Path("/dev/fuse")
-MAX_BACKGROUND = 4096
-# The two u16 of fuse_init_out that libfuse gets wrong: max_background and congestion_threshold.
-_INIT_BACKGROUND = struct.Struct("=HH")
-_INIT_BACKGROUND_OFFSET = OUT_HEADER.size + 16
+_SYS_PIDFD_GETFD = 438  # the same on every architecture
 _RESEND_SINCE = (6, 9)
 
 
@@ -51,36 +47,94 @@ def check_available() -> None:
         raise MountError(f"{DEVICE}: {error.strerror}") from error
 
 
-def session_descriptor() -> int:
-    """The descriptor that libfuse has just opened: the only /dev/fuse of this process."""
+def descriptors(process: int | str) -> list[int]:
+    """The numbers of a process's open /dev/fuse descriptors; none if it is gone or not ours to look at."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
+    try:
+        names = os.listdir(f"/proc/{process}/fd")
+    except OSError:
+        return []
+    for name in names:
         try:
-            if os.readlink(f"/proc/self/fd/{name}") == str(DEVICE):
+            if os.readlink(f"/proc/{process}/fd/{name}") == str(DEVICE):
                 found.append(int(name))
-        except FileNotFoundError:
+        except OSError:
             continue
-    assert len(found) == 1, f"one session, one descriptor: {found}"
-    return found[0]
+    return found
 
 
-def handshake(session: int, answer_init: Callable[[], object]) -> None:
-    """Carry INIT from the kernel to libfuse and its answer, with our max_background, back to the kernel.
+def holders(mount_device: str) -> list[int]:
+    """Every other process that has a descriptor on the connection of a mount (`major:minor`).
 
-    `answer_init` lets libfuse process one request that waits on the session's descriptor.
+    Empty where the kernel does not show a descriptor's connection (before Linux 6.4).
     """
-    kernel = os.dup(session)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        request = os.read(kernel, REQUEST_BYTES_MAX)
-        os.dup2(theirs.fileno(), session)
-        ours.send(request)
-        answer_init()
-        answer = bytearray(ours.recv(4096))
-        _INIT_BACKGROUND.pack_into(answer, _INIT_BACKGROUND_OFFSET, MAX_BACKGROUND, MAX_BACKGROUND)
-        os.write(kernel, answer)
-        os.dup2(kernel, session, inheritable=False)
-    os.close(kernel)
+    own = os.getpid()
+    processes = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]
+    return [process for process in processes if _on_connection(process, mount_device)]
+
+
+def duplicate(process: int, mount_device: str) -> list[int]:
+    """Descriptors of our own for all that another process has on a connection.  Needs the right to trace it."""
+    try:
+        handle = os.pidfd_open(process)
+    except OSError:
+        return []
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = []
+    try:
+        for number in _on_connection(process, mount_device) or descriptors(process):
+            descriptor = int(libc.syscall(_SYS_PIDFD_GETFD, handle, number, 0))
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
+                found.append(descriptor)
+    finally:
+        os.close(handle)
+    return found
+
+
+def _on_connection(process: int, mount_device: str) -> list[int]:
+    """Those of a process's descriptors that the kernel says are on this connection."""
+    minor = mount_device.partition(":")[2]
+    found = []
+    for number in descriptors(process):
+        try:
+            lines = Path(f"/proc/{process}/fdinfo/{number}").read_text().splitlines()
+        except OSError:
+            continue
+        if any(name == "fuse_connection" and value.strip() == minor for name, _, value in _split(lines)):
+            found.append(number)
+    return found
+
+
+def _split(lines: list[str]) -> list[tuple[str, str, str]]:
+    return [line.partition(":") for line in lines]
+
+
+def wait(process: int, seconds: float) -> bool:
+    """Wait until a process that need not be our child is gone; False if it is not in time."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
+
+
+def end(process: int, seconds: float) -> None:
+    """SIGKILL a process that need not be our child, and wait until it is gone."""
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], seconds)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)
 
 
 def clone(session: int) -> int:
@@ -117,28 +171,39 @@ def set_read_ahead(device: str, read_ahead_bytes: int) -> None:
         return  # not root, or sysfs is read-only in this container
 
 
-def answers(mountpoint: Path, seconds: float) -> bool:
-    """Does a statvfs through the mount succeed in time?
+def ask(mount: Path | int) -> int:
+    """Start a child that asks for statvfs through a mount, at its path or by a descriptor on it.
 
-    It is never cached by the kernel, so a worker must answer it.  A child asks, since whoever touches a mount
-    that nobody serves does not come back.
+    The answer is never cached by the kernel, so a worker must give it.  A child asks, since whoever touches a mount
+    that nobody serves does not come back.  Its exit code is 0, or the errno of the failure.
     """
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            os.statvfs(mountpoint)
+            os.statvfs(mount)
             code = 0
-        except OSError:
-            pass
+        except OSError as error:
+            code = error.errno or 1
         finally:
-            os._exit(code)
+            os._exit(min(code, 255))
+    return child
+
+
+def answer(mount: Path | int, seconds: float) -> int | None:
+    """`ask`, and wait: 0 if the mount answers, the errno if it fails, None if nothing came in time."""
+    child = ask(mount)
     descriptor = os.pidfd_open(child)
     try:
         ready, _, _ = select.select([descriptor], [], [], seconds)
     finally:
         os.close(descriptor)
     if not ready:
-        os.kill(child, 9)
-        return False  # it may stay in the kernel for a while; init reaps it, or our own SIGCHLD handling
-    return os.waitpid(child, 0)[1] == 0
+        os.kill(child, signal.SIGKILL)  # it may stay in the kernel for a while; init reaps it
+        return None
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def answers(mount: Path | int, seconds: float) -> bool:
+    """Does a statvfs through the mount succeed in time?"""
+    return answer(mount, seconds) == 0

@@ -18,11 +18,21 @@ import subprocess
 from pathlib import Path
 
 from accelfs.errors import BusyError, MountError, UsageError
+from accelfs.mount import device
 from accelfs.store.filesystem import ACCELFS_TYPE, mounted_at
 
 _MNT_DETACH = 2
 _UNMOUNT_SECONDS = 10.0
 _MAKE_TRIES = 10
+_STALE_MAX = 16
+_STALE_SECONDS = 5.0
+# <linux/mount.h>; the system calls have these numbers on every architecture.
+_SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432
+_FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
+_AT_FDCWD = -100
 
 
 def resolved(path: Path) -> Path:
@@ -85,6 +95,61 @@ def _make_folders(path: Path) -> int:
     raise MountError(f"{path}: cannot be made: {path.parent} is removed again and again")
 
 
+def detached(descriptor: int, name: str) -> int | None:
+    """Make a mount of the connection behind an open /dev/fuse that no path shows yet; return its descriptor.
+
+    None where it cannot be made that way: without root, or where a sandbox knows only mount(2).  Linux 5.2.
+    """
+    if os.geteuid() != 0:
+        return None
+    options = {
+        "source": name, "subtype": ACCELFS_TYPE.partition(".")[2], "fd": str(descriptor), "rootmode": "40000",
+        "user_id": "0", "group_id": "0",
+    }  # fmt: skip
+    try:
+        context = _call(_SYS_FSOPEN, b"fuse", _FSOPEN_CLOEXEC)
+        try:
+            for key, value in options.items():
+                _call(_SYS_FSCONFIG, context, _FSCONFIG_SET_STRING, key.encode(), value.encode(), 0)
+            for flag in (b"ro", b"allow_other", b"default_permissions"):
+                _call(_SYS_FSCONFIG, context, _FSCONFIG_SET_FLAG, flag, None, 0)
+            _call(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+            return _call(
+                _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+            )
+        finally:
+            os.close(context)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            return None
+        raise MountError(f"a FUSE mount cannot be made: {error.strerror}") from error
+
+
+def attach(mount: int, path: Path) -> None:
+    """Let `path` show a detached mount."""
+    try:
+        _call(_SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(path), _MOVE_MOUNT_F_EMPTY_PATH)
+    except OSError as error:
+        raise MountError(f"{path}: cannot be mounted: {error.strerror}") from error
+
+
+def exchange(mount: int, path: Path) -> None:
+    """Let `path` show a detached mount instead of the one it shows, with no moment in between.
+
+    Open files, working directories and scans stay in the old mount, whose connection ends with its last user.
+    """
+    flags = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_BENEATH
+    try:
+        _call(_SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(path), flags)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOSYS):
+            raise MountError(
+                f"{path}: this kernel cannot exchange a mount in place (Linux 6.5 can): umount and mount"
+            ) from error
+        raise MountError(f"{path}: cannot be exchanged: {error.strerror}") from error
+    unmount(path, lazy=True)
+
+
 def unmount(path: Path, *, lazy: bool) -> None:
     """Take down the mount at this path.  BusyError if it is in use and not `lazy`."""
     if os.geteuid() == 0:
@@ -100,6 +165,24 @@ def unmount(path: Path, *, lazy: bool) -> None:
         if "busy" in text:
             raise BusyError(_busy(path))
         raise MountError(f"{path}: cannot be unmounted: {text}")
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a mount point that `prepare` made; somebody may have put something there since."""
+    try:
+        path.rmdir()
+    except OSError:
+        return
+
+
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    """One system call that glibc 2.36 has no function for; raise OSError if it fails."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = int(libc.syscall(number, *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
 
 
 def _umount2(path: Path, lazy: bool) -> None:
@@ -120,16 +203,9 @@ def _busy(path: Path) -> str:
 
 
 def _remove_stale(path: Path) -> None:
-    """A mount of ours whose daemon is gone answers ENOTCONN to everything; a few may lie on top of each other."""
-    for _ in range(16):
+    """A mount of ours whose processes are gone answers ENOTCONN; a few may lie on top of each other."""
+    for _ in range(_STALE_MAX):
         row = mounted_at(path)
-        if row is None or row.type != ACCELFS_TYPE:
+        if row is None or row.type != ACCELFS_TYPE or device.answer(path, _STALE_SECONDS) != errno.ENOTCONN:
             return
-        try:
-            os.lstat(path)
-        except OSError as error:
-            if error.errno != errno.ENOTCONN:
-                raise MountError(f"{path}: {error.strerror}") from error
-            unmount(path, lazy=True)
-        else:
-            return
+        unmount(path, lazy=True)

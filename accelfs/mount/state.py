@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import select
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +26,11 @@ from accelfs.store.layout import SlotName
 
 
 class MountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one master serves.  `device` is the mount's `major:minor`, as in /proc/self/mountinfo."""
+    """What one master serves, and what its successor needs.
+
+    `device` is the mount's `major:minor`, as in /proc/self/mountinfo; `workers` how many were asked for; the INIT
+    messages are in hex.
+    """
 
     slot: str
     mountpoint: str
@@ -35,6 +40,10 @@ class MountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     master_pid: int
     worker_pids: list[int]
     agent_pid: int | None = None
+    engine: str
+    workers: int
+    init_request: str
+    init_answer: str
 
 
 _Document = TypeVar("_Document", bound=msgspec.Struct)
@@ -71,7 +80,7 @@ class SlotState:
         self._path = run / f"{slot.file_name}.json"
 
     def hold(self) -> int:
-        """Become the slot's master: return the locked descriptor.  BusyError if there is one."""
+        """Become the slot's master: return the locked descriptor.  MountError or BusyError if there is one."""
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -89,6 +98,13 @@ class SlotState:
                 f"accelfs umount {self._slot} first"
             ) from None
         return descriptor
+
+    def hold_soon(self, seconds: float) -> int:
+        """Hold the slot as soon as its master lets go of it.  MountError if it does not in time."""
+        deadline = time.monotonic() + seconds
+        while self.held() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.hold()
 
     def held(self) -> bool:
         """Is there a living master?"""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelfs.errors import AccelfsError
+from accelfs.mount import device
 from accelfs.mount.fast import FastPath
 
 if TYPE_CHECKING:
@@ -36,20 +37,26 @@ FAILED = 4
 
 def run(
     session: int,
-    clone: int,
+    clones: list[int],
+    index: int,
     engine: Engine,
     operations: Operations,
     serving: Coroutine[Any, Any, None],
     open_tree: Callable[[], Tree],
 ) -> int:
-    """Serve until the connection is over; return the process's exit code."""
+    """Serve `clones[index]` until the connection is over; return the process's exit code.
+
+    The other workers' devices stay open here too: whoever of the mount's processes is left keeps their requests.
+    """
+    clone = clones[index]
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the terminal's; the master decides what they mean
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    kept = clones if device.can_resend() else [clone]
     if engine == "pyfuse3":
         os.dup2(clone, session, inheritable=False)
-    close_all_but({0, 1, 2, session, clone, *_log_descriptors()})
+    close_all_but({0, 1, 2, session, *kept, *_log_descriptors()})
     try:
         operations.tree = tree = open_tree()
     except AccelfsError as error:
