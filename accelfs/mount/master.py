@@ -320,8 +320,10 @@ class _Master:
             self._over = True
             self._restarts.clear()
         elif not self._over and (self._ready or code != worker.CANNOT_OPEN):
-            steady = served_seconds >= _STEADY_SECONDS
-            self._delay_seconds = 0.0 if steady else min(RESTART_DELAY_SECONDS_MAX, 2 * self._delay_seconds + 0.05)
+            if served_seconds >= _STEADY_SECONDS:
+                self._delay_seconds = 0.0
+            elif code != -signal.SIGKILL:  # it ended by what it met; a SIGKILL comes from outside
+                self._delay_seconds = min(RESTART_DELAY_SECONDS_MAX, 2 * self._delay_seconds + 0.05)
             log.warning(
                 "worker %d ended with code %d after %.1f s; the next starts in %.2f s",
                 pid, code, served_seconds, self._delay_seconds,
