@@ -369,10 +369,14 @@ def test_ready_is_said_only_after_a_call_through_the_mount_has_succeeded() -> No
     with mounts.node() as node:
         triggers = node.folder / "triggers"
         triggers.mkdir()
-        fifo = triggers / "open"
+        fifo, next_fifo = triggers / "open", triggers / "next"
         os.mkfifo(fifo)
+        os.mkfifo(next_fifo)
         made = Failing(node, "fast", triggers)
-        os.close(_opened_for_writing(fifo))  # the command itself opens the tree first, to say what is wrong with it
+        # The command itself opens the tree first, to say what is wrong with it; then a worker does.
+        held = _opened_for_writing(fifo)
+        next_fifo.rename(fifo)
+        os.close(held)
         held = _opened_for_writing(fifo)
         try:
             # The worker is about to open the tree: nobody serves the mount yet, and no path shows it.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from accelfs.clients import slots
 from trainer import gpus, sandbox
 
 
@@ -58,7 +59,8 @@ class Job:
             if attached.mounted:
                 lines.append(f"# slot {attached.slot}: version {attached.version} is mounted")
             else:
-                lines.append(f"accelfs mount {shlex.join([attached.slot, str(attached.path)])}")
+                given = [] if attached.path == slots.default_mountpoint(attached.slot) else [str(attached.path)]
+                lines.append(f"accelfs mount {shlex.join([attached.slot, *given])}")
         if self.gpus.note is not None:
             lines.append(f"# {self.gpus.note}")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.additions.items()]

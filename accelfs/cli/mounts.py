@@ -13,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from accelfs.mount.master import Mode
+    from accelfs.mount.state import MountState
 
 from accelfs.cli.arguments import Json, Slot, print_json
 from accelfs.errors import BusyError, MountError, NotFoundError
@@ -122,7 +123,12 @@ def _serve(
     )  # fmt: skip
     if foreground:
         daemon.log_to(2)
-        master.serve(request, lambda state: print(_ready(str(name), state.version, state.mountpoint), flush=True))
+
+        def on_ready(state: MountState) -> None:
+            print(_ready(str(name), state.version, state.mountpoint), flush=True)
+            daemon.notify_ready()
+
+        master.serve(request, on_ready)
         return
     state = daemon.start(request, node.log / f"{name.file_name}.log")
     if as_json:

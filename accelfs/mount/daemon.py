@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def log_to(stream_descriptor: int) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+
+
+def notify_ready() -> None:
+    """Tell a service manager that started this process that it serves now (sd_notify(3), READY=1)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager,
+        contextlib.suppress(OSError),
+    ):
+        manager.sendto(b"READY=1", address)
 
 
 def start(request: master.Request, log_path: Path) -> MountState:
