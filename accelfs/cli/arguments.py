@@ -36,6 +36,11 @@ def print_json(document: object) -> None:
     sys.stdout.write("\n")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 file`, `1,797 files`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def human_bytes(count: float) -> str:
     """As `ls -h` writes it: powers of 1024, three digits."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):

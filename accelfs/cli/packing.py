@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelfs.cli.arguments import Json, Slot, human_bytes, print_json
+from accelfs.cli.arguments import Json, Slot, counted, human_bytes, print_json
 from accelfs.errors import AccelfsError
 from accelfs.service.node import Node
 from accelfs.store.layout import parse_slot
@@ -97,9 +97,10 @@ def _print(packed: Packed, explain: bool) -> None:
     manifest, totals, counts = packed.manifest, packed.manifest.totals, packed.manifest.counts
     rate = counts.files / max(packed.seconds, 1e-3)
     print(
-        f"{manifest.slot} version {manifest.version}: {counts.files:,} files in {counts.directories:,} folders, "
-        f"{human_bytes(totals.data_bytes)} -> {human_bytes(totals.shard_bytes)} in {totals.shards} "
-        f"shard{'s' * (totals.shards != 1)}, {packed.seconds:.1f} s ({rate:,.0f} files/s)"
+        f"{manifest.slot} version {manifest.version}: {counted(counts.files, 'file')} in "
+        f"{counted(counts.directories, 'folder')}, {human_bytes(totals.data_bytes)} -> "
+        f"{human_bytes(totals.shard_bytes)} in {counted(totals.shards, 'shard')}, "
+        f"{packed.seconds:.1f} s ({rate:,.0f} files/s)"
     )
     if explain:
         plan = packed.plan

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelfs.cli.arguments import Json, SlotVersion, human_bytes, print_json, slot_and_version
+from accelfs.cli.arguments import Json, SlotVersion, counted, human_bytes, print_json, slot_and_version
 from accelfs.errors import TreeError
 from accelfs.service.node import Node
 
@@ -83,7 +83,7 @@ def extract(
 
     with _find(slot).open_tree() as tree:
         done = extraction.extract(tree, os.fsencode(path), destination)
-    print(f"{destination}: {done.names:,} names, {human_bytes(done.data_bytes)}")
+    print(f"{destination}: {counted(done.names, 'name')}, {human_bytes(done.data_bytes)}")
 
 
 def stat(slot: SlotVersion, path: TreePath, as_json: Json = False) -> None:
