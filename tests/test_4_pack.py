@@ -222,7 +222,7 @@ def test_terminal_shows_progress_and_the_result_follows(cli: Cli, home: Home, tm
     reader.join(SECONDS_MAX)
     os.close(ours)
     assert process.returncode == 0
-    assert b"photos version 1: 20 files in 1 folders" in stdout
+    assert b"photos version 1: 20 files in 1 folder," in stdout
     assert b"profile raw: path order, compression none" in stdout
     assert b"next: accelfs mount photos" in stdout
     assert b"files" in seen
