@@ -38,7 +38,6 @@ Concurrency: sync; one writer belongs to one thread.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -135,7 +134,10 @@ class ShardWriter:
         return self.commit(len(stored))
 
     def finish(self) -> FinishedShard:
-        """Write what is left, make the file durable, find every segment's offset and check it."""
+        """Write what is left, find every segment's offset and check it.
+
+        The file is whole but not durable yet: its owner fsyncs it before it becomes visible.
+        """
         if self._entries:
             self._flush_segment()
         with lmdbfile.translated(self._path):
@@ -147,11 +149,7 @@ class ShardWriter:
             txn.commit()
             self._txn = None
             self.close()
-            descriptor = os.open(self._path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        lmdbfile.start_writeback(self._path)
         segments = check(self._path, whole=False)
         offsets = [segment.offset for segment in segments]
         return FinishedShard(self._path, file_hash(self._path), self._path.stat().st_size, self.entry_bytes, offsets)

@@ -6,8 +6,8 @@ Everything is written in the slot's scratch folder first and is durable before t
 version is visible whole or not at all, whatever ends the pack.  One pack of a slot runs at a time on a node
 (flock); what a killed pack left behind, in scratch or unnamed in the store, the next one removes.
 
-Concurrency: the packing process is single-threaded; the workers are forked before anything else could start a
-thread.
+Concurrency: the packing process is single-threaded until its workers have ended, so that they can be forked safely;
+then one thread makes the shards durable.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,7 +161,11 @@ class _Build:
             report.total("acls", kept_out["acls"])
             report.total("capabilities", kept_out["capabilities"])
             version = _Version(self._work, written, self._shards, self._unreadable, plan, report)
-            header, counts = version.write()
+            # The disk writes the shards while the processor writes the catalog.
+            with ThreadPoolExecutor(1) as disk:
+                durable = disk.submit(_make_durable, [done.path for done in version.shards])
+                header, counts = version.write()
+                durable.result()
             manifest = self._publish(version, header, counts, report, plan, walked.fingerprint)
             return manifest, plan, {kind: count for kind, count in report.counts.items() if count}
         finally:
@@ -385,6 +390,15 @@ class _Version:
             file.flush()
             os.fsync(file.fileno())
         catalog.add_dictionary(1, file_hash(self.dictionary), len(self._plan.dictionary))
+
+
+def _make_durable(paths: list[Path]) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _placed(entry: Entry, nlink: int, position: int, extra: int, parent_or_crc: int) -> Entry:
