@@ -97,7 +97,8 @@ def pack(
 ) -> Packed:
     """Pack `source` as the next version of `slot`, with `jobs` worker processes.
 
-    Raises UsageError, SourceError, BusyError, StoreError or FullError; nothing is published then.
+    Raises UsageError, SourceError, BusyError, StoreError or FullError; nothing is published then.  SIGINT is blocked
+    when this returns.
     """
     started = time.monotonic()
     root = sources.local_root(source)
@@ -106,12 +107,13 @@ def pack(
     with _scratch_folder(scratch), _full_disk_named(scratch):
         _forget_uploads(store, slot, scratch)
         work = scratch / "work"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
         try:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
             build = _Build(root, source, slot, store, scratch, profile, jobs, skip_unreadable, observe)
             manifest, plan, counts = build.run()
         finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a second Ctrl-C must not stop the cleaning
             shutil.rmtree(work, ignore_errors=True)
         catalog = layout.catalog_key(slot, manifest.catalog.hash)
         return Packed(manifest, plan, time.monotonic() - started, counts, catalog)
@@ -226,6 +228,8 @@ class _Build:
         _remember_uploads(self._store, self._scratch, layout.catalog_key(self._slot, catalog.hash), objects)
         for path, key in objects:
             self._store.upload(path, key)
+        # From here on an interrupt comes too late, and must not make us deny what is published.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         for _ in range(VERSIONS_TRIES_MAX):
             manifest = Manifest(
                 format=manifest_format.FORMAT_VERSION, engine=lmdbfile.ENGINE, page_bytes=lmdbfile.PAGE_BYTES,
