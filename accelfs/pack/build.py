@@ -60,6 +60,8 @@ _BATCH_FILES = 2048
 _ONE_PROCESS_BYTES = 2 << 20
 _UNREADABLE_NAMED = 5
 _UPLOADS = "uploads.json"
+_INTERRUPT_SECONDS = 0.2
+"""How soon a Ctrl-C is noticed while the workers say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,25 +431,26 @@ def _messages(jobs: int, task: workers.Task) -> Iterator[workers.Message]:
 
     A worker that fails raises its error here; one that dies (out of memory, a signal) raises StoreError.  In
     every case no worker is left when this generator is closed.
+
+    SIGINT is blocked and looked for between messages: as an exception it could come where Python drops exceptions, or
+    between the fork of a worker and our knowing it.
     """
     context = multiprocessing.get_context("fork")
     counter = context.Value("Q", 0)
     processes: dict[multiprocessing.connection.Connection, multiprocessing.context.ForkProcess] = {}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         for worker in range(jobs):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=workers.run, args=(worker, task, counter, theirs), daemon=True)
-            # Blocked until the child ignores it: a Ctrl-C between fork and there would print the child's traceback.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            process.start()
             theirs.close()
             processes[ours] = process
         running = dict(processes)
         while running:
-            for ready in multiprocessing.connection.wait(list(running)):
+            if signal.SIGINT in signal.sigpending():
+                raise KeyboardInterrupt
+            for ready in multiprocessing.connection.wait(list(running), _INTERRUPT_SECONDS):
                 assert isinstance(ready, multiprocessing.connection.Connection)
                 try:
                     message: workers.Message = ready.recv()
@@ -468,6 +471,8 @@ def _messages(jobs: int, task: workers.Task) -> Iterator[workers.Message]:
                 process.kill()
             process.join()
             connection.close()
+        if signal.sigtimedwait((signal.SIGINT,), 0) is None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextlib.contextmanager
