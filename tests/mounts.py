@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -45,6 +46,7 @@ from conftest import SECONDS_MAX, Cli, Finished, Home, wait_until
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Test = TypeVar("Test", bound=Callable[..., None])
 
 NOBODY = 65534
 CHILD_SECONDS = 60.0
@@ -61,6 +63,15 @@ libc = ctypes.CDLL(None, use_errno=True)
 _RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) \d+ [\w.]+: ")
 _QUIET_LEVELS = ("DEBUG", "INFO")
 _ANY = -1
+
+
+SOAK_SECONDS = 1800.0
+
+
+def soak(test: Test) -> Test:
+    """Mark a test that takes minutes: the short form leaves it out, the long one gives it time."""
+    marked: Test = pytest.mark.soak(pytest.mark.timeout(SOAK_SECONDS)(test))
+    return marked
 
 
 def require_fuse(device: Path = Path("/dev/fuse")) -> None:
@@ -446,12 +457,20 @@ def become_nobody() -> None:
 # --- Readers that go on while something happens --------------------------------------------------
 
 
+_LIES = ("wrong bytes", "an empty folder", "a name that is none", f"read: {os.strerror(errno.ENOENT)}")
+
+
 @dataclass
 class Findings:
     """What the readers of a `Readers` met in all."""
 
     rounds: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def lies(self) -> dict[str, int]:
+        """What must not be met even where errors are due: each would be a hole in a training set."""
+        return {what: count for what, count in self.errors.items() if what in _LIES}
 
 
 class Readers:

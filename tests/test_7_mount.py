@@ -35,7 +35,7 @@ import trees
 from conftest import ROOT, SECONDS_MAX, wait_until
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from mounts import NOBODY, Holder, Node, in_child, only_line, run, run_any
+from mounts import NOBODY, SOAK_SECONDS, Holder, Node, in_child, only_line, run, run_any, soak
 
 ENGINES = ["fast", "pyfuse3"]
 MANY = 10_000
@@ -267,21 +267,17 @@ def test_tar_makes_the_same_archive(hostile: Pair) -> None:
 
 def _tar_digest(folder: Path) -> str:
     command = ["tar", "--sort=name", "--format=posix", "--pax-option=delete=atime,delete=ctime", "-cf", "-", "."]
-    # Its own file: an archive of the tree is too large to be kept in memory.
+    # An archive of the tree is too large to be kept in memory.
     with tempfile.TemporaryFile() as archive:
         process = subprocess.run(
             command, cwd=folder, stdout=archive, stderr=subprocess.PIPE, timeout=SECONDS_MAX, check=False
         )
         assert (process.returncode, process.stderr) == (0, b"")
         archive.seek(0)
-        return hashlib.file_digest(archive, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256(archive)
-
-
-def _sha256(file: object) -> str:
-    digest = hashlib.sha256()
-    while piece := file.read(CHUNK):  # type: ignore[attr-defined]
-        digest.update(piece)
-    return digest.hexdigest()
+        digest = hashlib.sha256()
+        while piece := archive.read(CHUNK):
+            digest.update(piece)
+        return digest.hexdigest()
 
 
 def test_du_counts_the_same_bytes(hostile: Pair) -> None:
@@ -397,7 +393,7 @@ def test_sparse_file_of_5_gb_has_its_bytes_at_their_places(readers: Node) -> Non
     readers.umount("largest")
 
 
-@pytest.mark.soak
+@soak
 @pytest.mark.parametrize("engine", ENGINES)
 def test_diff_reads_a_sparse_file_of_5_gb(readers: Node, engine: str) -> None:
     source = readers.folder / f"soaked-{engine}"
@@ -406,7 +402,7 @@ def test_diff_reads_a_sparse_file_of_5_gb(readers: Node, engine: str) -> None:
     readers.pack(source, "soaked")
     path = readers.mount("soaked", "--engine", engine)
     command = ["diff", "-r", "--no-dereference", f"--exclude={TOO_DEEP}", str(source), str(path)]
-    assert subprocess.run(command, capture_output=True, timeout=280, check=True).stdout == b""
+    assert subprocess.run(command, capture_output=True, timeout=SOAK_SECONDS, check=True).stdout == b""
     assert differences(source, path) == []
     readers.umount("soaked")
 
@@ -425,7 +421,7 @@ def test_any_trees_are_what_their_sources_are(readers: Node, forest: list[trees.
     _compare_forest(readers, forest, engine)
 
 
-@pytest.mark.soak
+@soak
 @settings(_no_shrinking, max_examples=100)
 @given(forest=_forests, engine=st.sampled_from(ENGINES))
 def test_many_trees_are_what_their_sources_are(readers: Node, forest: list[trees.Folder], engine: str) -> None:
@@ -1467,11 +1463,11 @@ def test_home_that_cannot_be_written(node: Node) -> None:
 UNPRIVILEGED = """
 set -eu
 # Whatever folder of these is closed to others is covered, and what is needed put back below it.
-hold=$(mktemp -d)
+hold='{hold}'
 count=0
 for path in {needed}; do
     count=$((count + 1))
-    mkdir "$hold/$count"
+    mkdir -p "$hold/$count"
     mount --bind "$path" "$hold/$count"
 done
 for path in {closed}; do
@@ -1491,19 +1487,17 @@ exec setpriv --reuid={nobody} --regid={nobody} --clear-groups "$@"
 """
 
 
-def _unprivileged(device_mode: str) -> tuple[str, ...]:
+def _unprivileged(node: Node, device_mode: str) -> tuple[str, ...]:
     """The command that runs another as a user who may do nothing, but can read the interpreter and the code."""
     wanted = sorted({Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}, key=str)
     needed = [path for path in wanted if not any(path != other and path.is_relative_to(other) for other in wanted)]
     closed: list[Path] = []
     for path in needed:
-        for folder in [*reversed(path.parents)]:
-            if not folder.stat().st_mode & 0o001:
-                closed.append(folder)
-                break
+        # The topmost one hides what lies below it.
+        closed += [folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001][:1]
     script = UNPRIVILEGED.format(
         needed=" ".join(f"'{path}'" for path in needed), closed=" ".join(f"'{path}'" for path in sorted(set(closed))),
-        device_mode=device_mode, nobody=NOBODY,
+        hold=node.folder / "hold", device_mode=device_mode, nobody=NOBODY,
     )  # fmt: skip
     return ("unshare", "--mount", "sh", "-c", script, "sh")
 
@@ -1534,7 +1528,9 @@ def test_user_without_root_mounts_with_fusermount(plain_user: Node) -> None:
         {accelfs} umount photos
         ls '{plain_user.root}'
     """
-    finished = run_any(*_unprivileged("666"), "sh", "-c", script, env=plain_user.home.environment, cwd=Path("/"))
+    finished = run_any(
+        *_unprivileged(plain_user, "666"), "sh", "-c", script, env=plain_user.home.environment, cwd=Path("/")
+    )
     shown = finished.stdout.decode()
     assert finished.code == 0, finished.stderr
     head = f"photos version 1 is mounted at {plain_user.root}/photos\n{NEW.decode()}"
@@ -1547,7 +1543,7 @@ def test_user_without_root_mounts_with_fusermount(plain_user: Node) -> None:
 def test_user_who_may_not_open_the_device_is_told_so_in_one_line(plain_user: Node) -> None:
     plain_user.pack(plain_user.folder / "source", "photos")
     run("chown", "-R", f"{NOBODY}:{NOBODY}", plain_user.home.path)
-    done = plain_user.cli("mount", "photos", prefix=_unprivileged("600"), code=None, cwd=Path("/"))
+    done = plain_user.cli("mount", "photos", prefix=_unprivileged(plain_user, "600"), code=None, cwd=Path("/"))
     line = only_line(done, 1)
     assert "/dev/fuse may not be opened" in line
 
@@ -1634,7 +1630,7 @@ def test_of_several_mounts_at_once_exactly_one_wins(node: Node) -> None:
     _check_race(node, rounds=12)
 
 
-@pytest.mark.soak
+@soak
 def test_of_several_mounts_at_once_exactly_one_wins_each_time(node: Node) -> None:
     for _ in range(10):
         _check_race(node, rounds=50)
@@ -1722,10 +1718,13 @@ def test_nothing_is_left_after_umount(node: Node) -> None:
     node.mount("photos")
     node.umount("photos")
 
-    def everything() -> tuple[list[str], list[str], str, set[int]]:
+    def everything() -> tuple[list[str], list[str], list[str], set[int]]:
         files = [name for name in _names(node.folder) if "/log/" not in name]
-        sockets = [line for line in Path("/proc/net/unix").read_text().splitlines() if str(node.folder) in line]
-        return files, sockets, Path("/proc/self/mountinfo").read_text(), node.home.processes()
+        sockets, mounted = (
+            [line for line in Path(table).read_text().splitlines() if str(node.folder) in line]
+            for table in ("/proc/net/unix", "/proc/self/mountinfo")
+        )
+        return files, sockets, mounted, node.home.processes()
 
     before = everything()
     for _ in range(3):

@@ -150,8 +150,13 @@ def clone(session: int) -> int:
 
 def can_resend() -> bool:
     """Does this kernel know FUSE_NOTIFY_RESEND (Linux 6.9)?"""
+    return kernel_release() >= _RESEND_SINCE
+
+
+def kernel_release() -> tuple[int, int]:
+    """Major and minor number of the running kernel; (0, 0) if it does not tell."""
     match = re.match(r"(\d+)\.(\d+)", platform.release())
-    return match is not None and (int(match[1]), int(match[2])) >= _RESEND_SINCE
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def resend(session: int) -> None:

@@ -153,13 +153,19 @@ class _Master:
             return
         if found is not None:
             self._clear(found)
-        self._made_folders += mountpoint.prepare(self._path, create=self._request.create_mountpoint)
+        # A dead mount stays until ours stands beneath it: without it the path would show an empty folder.
+        stale = mountpoint.is_stale(self._path)
+        if stale and not mountpoint.can_exchange():
+            mountpoint.remove_stale(self._path)
+            stale = False
+        if not stale:
+            self._made_folders += mountpoint.prepare(self._path, create=self._request.create_mountpoint)
         mount = self._connect()
         self._start_workers()
         # A detached mount gets its path only when it answers: nobody ever meets one that does not.
         self._wait_ready(self._path if mount is None else mount)
         if mount is not None:
-            mountpoint.attach(mount, self._path)
+            (mountpoint.exchange if stale else mountpoint.attach)(mount, self._path)
             os.close(mount)
         self._attached()
 
@@ -218,11 +224,11 @@ class _Master:
     def _clear(self, orphan: MountState) -> None:
         """Remove what a dead mount of the slot left behind."""
         path = Path(orphan.mountpoint)
-        if is_mounted(orphan):
-            mountpoint.unmount(path, lazy=True)
         if path == self._path:
             self._made_folders = orphan.made_folders  # they are still there, and still ours to remove
         else:
+            if is_mounted(orphan):
+                mountpoint.unmount(path, lazy=True)
             mountpoint.remove_folders(path, orphan.made_folders)
         self._state_file.remove()
 

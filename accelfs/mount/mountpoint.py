@@ -48,9 +48,8 @@ def resolved(path: Path) -> Path:
 def prepare(path: Path, *, create: bool) -> int:
     """Make sure that a mount can be made here; return how many folders were made for it, parents included.
 
-    Takes down a stale mount of ours.  Raises UsageError or MountError with what to do.
+    Raises UsageError or MountError with what to do.
     """
-    _remove_stale(path)
     row = mounted_at(path)
     if row is not None:
         raise MountError(
@@ -133,6 +132,11 @@ def attach(mount: int, path: Path) -> None:
         raise MountError(f"{path}: cannot be mounted: {error.strerror}") from error
 
 
+def can_exchange() -> bool:
+    """Are we root on a kernel with MOVE_MOUNT_BENEATH (Linux 6.5)?"""
+    return os.geteuid() == 0 and device.kernel_release() >= (6, 5)
+
+
 def exchange(mount: int, path: Path) -> None:
     """Let `path` show a detached mount instead of the one it shows, with no moment in between.
 
@@ -202,10 +206,15 @@ def _busy(path: Path) -> str:
     )
 
 
-def _remove_stale(path: Path) -> None:
-    """A mount of ours whose processes are gone answers ENOTCONN; a few may lie on top of each other."""
+def is_stale(path: Path) -> bool:
+    """Does the path show a mount of ours whose processes are gone?  It answers ENOTCONN to everything."""
+    row = mounted_at(path)
+    return row is not None and row.type == ACCELFS_TYPE and device.answer(path, _STALE_SECONDS) == errno.ENOTCONN
+
+
+def remove_stale(path: Path) -> None:
+    """Take down what `is_stale`; a few such mounts may lie on top of each other."""
     for _ in range(_STALE_MAX):
-        row = mounted_at(path)
-        if row is None or row.type != ACCELFS_TYPE or device.answer(path, _STALE_SECONDS) != errno.ENOTCONN:
+        if not is_stale(path):
             return
         unmount(path, lazy=True)
