@@ -23,6 +23,12 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+# A shell that starts a command in the background makes it ignore SIGINT, and so would every process that a test starts
+# and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 ROOT = Path(__file__).resolve().parent.parent
 # Far above what any command here takes on a busy machine, far below the test's own limit.
 SECONDS_MAX = 60.0

@@ -56,7 +56,9 @@ JPEG = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00"
 
 def versions(home: Home, slot: str = "photos") -> list[int]:
     folder = home.slot(slot) / "versions"
-    return sorted(int(name.removesuffix(".json")) for name in os.listdir(folder)) if folder.exists() else []
+    # A manifest that is being written has a name with a dot in front; `unnamed` finds what is left of one.
+    names = [name for name in os.listdir(folder) if not name.startswith(".")] if folder.exists() else []
+    return sorted(int(name.removesuffix(".json")) for name in names)
 
 
 def unnamed(home: Home, slot: str = "photos") -> list[str]:
@@ -874,15 +876,16 @@ class DeadlyStore:
         return self._store.local_path(key)
 
 
-def test_pack_that_is_killed_around_any_call_of_the_store(home: Home, source: Path) -> None:
-    """Each step of publishing, one by one: nothing or a whole version, and the next pack takes back what is unnamed."""
+def die_at_each_step(home: Home, source: Path, run: Callable[[int], object]) -> int:
+    """Kill a pack at step 0, 1 … until one gets through: each leaves nothing or a whole version, and the next pack
+    takes back what is unnamed.  `run` packs in a child process.  Return how many steps there were."""
     pack_here(source, home)
     published = packed(walk(source))
     for step in itertools.count():
         # Another content each time, so that nothing left behind gets a name later.
         write(source / "file", noise(5000, step))
         before = versions(home)
-        killed = deadly([step], lambda step: pack_here(source, home, store=DeadlyStore(PosixStore(home.store), step)))
+        killed = deadly([step], run)
         after = versions(home)
         assert after in (before, [*before, len(before) + 1])
         published = published if after == before else packed(walk(source))
@@ -892,12 +895,44 @@ def test_pack_that_is_killed_around_any_call_of_the_store(home: Home, source: Pa
         wait_until(lambda: not home_is_locked(home), "the workers of the killed pack to end", STOP_SECONDS_MAX)
         pack_here(source, home)
         published = packed(walk(source))
+        assert versions(home) == [*after, len(after) + 1]
         assert unnamed(home) == [], f"step {step}"
         assert scratch_left(home) == [], f"step {step}"
         if not killed:
             break
-    assert step >= 12, "at least the objects, the manifest and the looks at what is there"
     assert_equal(source, home)
+    return step
+
+
+def test_pack_that_is_killed_around_any_call_of_the_store(home: Home, source: Path) -> None:
+    def run(step: int) -> None:
+        pack_here(source, home, store=DeadlyStore(PosixStore(home.store), step))
+
+    assert die_at_each_step(home, source, run) >= 12, "the objects, the manifest and the looks at what is there"
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["one file system", "two file systems"])
+def test_pack_that_is_killed_before_anything_gets_its_name(home: Home, source: Path, across: bool) -> None:
+    """Whatever is being written into the store then has a name that is no object's, and must not stay for ever."""
+    link = os.link
+
+    def run(step: int) -> None:
+        links = itertools.count()
+
+        def deadly_link(*arguments: Any, **keywords: Any) -> None:
+            if next(links) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            link(*arguments, **keywords)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "link", deadly_link)
+            pack_here(source, home)
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if across:
+            home.path.mkdir()
+            home.store.symlink_to(elsewhere)
+        assert die_at_each_step(home, source, run) >= 4, "a shard, the catalog, the report and the manifest"
 
 
 def home_is_locked(home: Home) -> bool:
