@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import multiprocessing.synchronize
 import os
@@ -260,14 +261,21 @@ def test_names_that_begin_with_a_dot_are_no_objects(tmp_path: Path) -> None:
 
 def test_no_writer_touches_an_object_by_what_a_killed_one_left(tmp_path: Path) -> None:
     """A writer that is killed before its first unlink(2) leaves the object with a second name; and in a container
-    the number of its process comes round again at once."""
+    the number of its process comes round again at once.  Only a file system without O_TMPFILE knows such names."""
     store = PosixStore(tmp_path / "store")
+    really_open = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **named: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return really_open(path, flags, *rest, **named)
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def killed(_: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "open", refuse)
             patch.setattr(os, "unlink", die)
             patch.setattr(Path, "unlink", die)
             store.create("a/object", b"published")
@@ -278,6 +286,7 @@ def test_no_writer_touches_an_object_by_what_a_killed_one_left(tmp_path: Path) -
     assert store.read("a/object", 100) == b"published"
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refuse)
         for number in map(int, re.findall(r"\d+", left)):
             patch.setattr(os, "getpid", lambda number=number: number)
             assert not store.create("a/object", b"another")

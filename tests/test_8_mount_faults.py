@@ -39,6 +39,8 @@ CHUNK = 1 << 20
 DRAINED_SECONDS = 15.0
 # `status` gives a mount two seconds to answer.
 STATUS_SECONDS = 2.0 + 8.0
+STRANDED_SECONDS = 15.0
+"""Whose call has no answer by then, waits for one that nobody will give."""
 REFUSED_SECONDS = 10.0
 """What is known to be impossible is said at once."""
 CAN_RESEND = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2]) >= (6, 9)
@@ -93,6 +95,14 @@ def kill(*pids: int) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, pids)), f"{pids} to die")
+
+
+def kill_all_at_once(node: Node) -> None:
+    """Nobody has the time to start anybody."""
+    pids = node.home.processes()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    kill(*pids)
 
 
 def check_contents(path: Path) -> None:
@@ -201,6 +211,21 @@ def test_master_that_was_killed_is_missed_by_nobody_who_reads(node: Node) -> Non
     check_that_it_is_dead(node, path)
 
 
+def test_worker_that_dies_after_its_master_takes_no_reader_with_it(node: Node) -> None:
+    """Nobody is left to start another worker; what the dead one had read is answered by the others, or fails."""
+    path = node.mount("photos", "--workers", "3")
+    row = node.row("photos")
+    assert row is not None
+    with Readers(path, CONTENTS, count=8) as readers:
+        readers.advance(5)
+        kill(row["master_pid"])
+        for pid in row["worker_pids"][:2]:
+            readers.advance(5, STRANDED_SECONDS)
+            kill(pid)
+        readers.advance(5, STRANDED_SECONDS)
+        assert readers.stop().lies == {}
+
+
 @pytest.mark.parametrize("command", [["umount"], ["umount", "--force"]], ids=" ".join)
 def test_umount_ends_what_a_killed_master_left(node: Node, command: list[str]) -> None:
     node.mount("photos")
@@ -276,7 +301,7 @@ def kill_everything(node: Node) -> Path:
     path = node.mount("photos")
     with Readers(path, CONTENTS) as readers:
         readers.advance(5)
-        kill(*node.home.processes())
+        kill_all_at_once(node)
         found = readers.stop()
     assert found.lies == {}
     check_that_it_is_dead(node, path)
@@ -297,7 +322,7 @@ def test_mount_that_repairs_shows_no_empty_folder_meanwhile(node: Node) -> None:
     path = node.mount("photos")
     with Readers(path, CONTENTS) as readers:
         readers.advance(5)
-        kill(*node.home.processes())
+        kill_all_at_once(node)
         readers.advance(5)
         node.expect_log("WARNING .* was killed; replacing it", count=1)
         node.mount("photos")
@@ -311,7 +336,7 @@ def test_dead_mount_stays_an_error_when_it_cannot_be_repaired(node: Node, publis
     given = node.folder / "given"
     given.mkdir()
     node.mount("published", given)
-    kill(*node.home.processes())
+    kill_all_at_once(node)
     published.catalog.unlink()
     assert only_line(node.cli("mount", "published", given, code=None), 1)
     assert mounts.errno_of(lambda: os.stat(given / "never asked for")) == errno.ENOTCONN

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accelfs.dataset.tree import Attributes, Tree
 
 
+_ZEROS = memoryview(bytes(CHUNK_BYTES))
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -153,7 +154,7 @@ class _Extraction:
             sparse = found.blocks * 512 < found.size
             for offset in range(0, found.size, CHUNK_BYTES):
                 data = self._tree.read(found.node, offset, CHUNK_BYTES)
-                if not (sparse and not any(data)):
+                if not (sparse and data == _ZEROS[: len(data)]):
                     _write(descriptor, data, offset)
             os.truncate(descriptor, found.size)
         finally:

@@ -1,20 +1,22 @@
 """How does a directory of a POSIX file system serve as a store?
 
-An object is a file.  It becomes visible by link(2) from a temporary name in the same directory, after its
-bytes are on disk, and the directory is made durable before the call returns: a power loss leaves an object
-whole or absent.  link(2) fails with EEXIST where rename(2) would replace, so create-if-absent holds for
-several writers, on NFS too.
+An object is a file.  It is written without a name and gets its name by linkat(2) after its bytes are on disk, and the
+directory is made durable before the call returns: a power loss leaves an object whole or absent.  A link fails with
+EEXIST where rename(2) would replace, so create-if-absent holds for several writers, on NFS too.
 
 Concurrency: sync, stateless; any number of processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from accelfs.errors import FullError, NotFoundError, StoreError
 
@@ -33,7 +35,7 @@ class PosixStore:
                 return sorted(
                     entry.name
                     for entry in found
-                    if entry.is_file(follow_symlinks=False) and not entry.name.startswith(_TEMPORARY)
+                    if entry.is_file(follow_symlinks=False) and not entry.name.startswith(".")
                 )
         except FileNotFoundError:
             return []
@@ -70,20 +72,12 @@ class PosixStore:
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.root / key
-        temporary = _temporary(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with temporary.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                try:
-                    os.link(temporary, path)
-                except FileExistsError:
+            with _new_file(path.parent) as (file, name):
+                file.write(data)
+                if not _publish(file, name, path):
                     return False
-            finally:
-                temporary.unlink(missing_ok=True)
             _sync_directory(path.parent)
         except OSError as error:
             raise _translated(error, path) from error
@@ -100,24 +94,47 @@ class PosixStore:
         return self.root / key
 
     def _copy(self, source: Path, path: Path) -> None:
-        """For scratch on another file system: copy under a temporary name, then link."""
-        temporary = _temporary(path)
+        """For scratch on another file system."""
+        with source.open("rb") as reader, _new_file(path.parent) as (writer, name):
+            shutil.copyfileobj(reader, writer, 1 << 20)
+            _publish(writer, name, path)
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
+    """A new file, and the path by which it is linked to its name.
+
+    Without a name (O_TMPFILE) where the file system can, so that nothing is left of a writer that is killed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        temporary = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
         try:
-            with source.open("rb") as reader, temporary.open("xb") as writer:
-                shutil.copyfileobj(reader, writer, 1 << 20)
-                writer.flush()
-                os.fsync(writer.fileno())
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return
+            with temporary.open("xb") as file:
+                yield file, str(temporary)
         finally:
             temporary.unlink(missing_ok=True)
+    else:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file, f"/proc/self/fd/{descriptor}"
 
 
-def _temporary(path: Path) -> Path:
-    """A name beside `path` that nobody else has: what a killed writer left may be a link to a published object."""
-    return path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+def _publish(file: BinaryIO, source: str, path: Path) -> bool:
+    """Make the file's bytes durable, then give it its name; False if the name is taken."""
+    file.flush()
+    os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Given a folder's descriptor, Python calls linkat(2), which follows the link in /proc to the file.
+        os.link(source, path.name, dst_dir_fd=folder, follow_symlinks=True)
+    except FileExistsError:
+        return False
+    finally:
+        os.close(folder)
+    return True
 
 
 def _sync_directory(path: Path) -> None:
