@@ -99,8 +99,7 @@ def pack(
 ) -> Packed:
     """Pack `source` as the next version of `slot`, with `jobs` worker processes.
 
-    Raises UsageError, SourceError, BusyError, StoreError or FullError; nothing is published then.  SIGINT is blocked
-    when this returns.
+    Raises UsageError, SourceError, BusyError, StoreError or FullError; nothing is published then.
     """
     started = time.monotonic()
     root = sources.local_root(source)
@@ -109,6 +108,7 @@ def pack(
     with _scratch_folder(scratch), _full_disk_named(scratch):
         _forget_uploads(store, slot, scratch)
         work = scratch / "work"
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
@@ -117,6 +117,9 @@ def pack(
         finally:
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a second Ctrl-C must not stop the cleaning
             shutil.rmtree(work, ignore_errors=True)
+            # What is published can no longer be interrupted, and what failed needs no interrupt.
+            signal.sigtimedwait((signal.SIGINT,), 0)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         catalog = layout.catalog_key(slot, manifest.catalog.hash)
         return Packed(manifest, plan, time.monotonic() - started, counts, catalog)
 
