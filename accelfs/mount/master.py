@@ -110,6 +110,8 @@ class _Master:
         self._connection: Connection | None = None
         self._clones: list[int] = []
         """The workers' devices, by worker index.  Every process of the mount holds them all."""
+        self._alive: list[tuple[int, int]] = []
+        """A pipe for each worker, read end and write end: see worker.watch."""
         self._workers: dict[int, _Worker] = {}
         """By process number."""
         self._restarts: dict[int, float] = {}
@@ -193,6 +195,8 @@ class _Master:
     def _start_workers(self) -> None:
         while len(self._clones) < self._request.workers:
             self._clones.append(device.clone(self._session))
+        while len(self._alive) < len(self._clones):
+            self._alive.append(os.pipe())
         device.resend(self._session)
         for index in range(self._request.workers):
             self._start_worker(index)
@@ -261,8 +265,8 @@ class _Master:
                 if self._request.engine == "pyfuse3":
                     made.loop.hold = bool  # from here on it blocks in read(2) instead of suspending
                 code = worker.run(
-                    self._session, self._clones, index, self._request.engine, made.operations, made.serving,
-                    self._request.open_tree,
+                    self._session, self._clones, self._alive, index, self._request.engine, made.operations,
+                    made.serving, self._request.open_tree,
                 )  # fmt: skip
             finally:
                 logging.shutdown()

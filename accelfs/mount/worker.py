@@ -11,6 +11,7 @@ freed by reference counts.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import logging
 import os
@@ -38,6 +39,7 @@ FAILED = 4
 def run(
     session: int,
     clones: list[int],
+    alive: list[tuple[int, int]],
     index: int,
     engine: Engine,
     operations: Operations,
@@ -54,9 +56,12 @@ def run(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     kept = clones if device.can_resend() else [clone]
+    ends = [alive[index][1], *(read for other, (read, _) in enumerate(alive) if other != index)]
     if engine == "pyfuse3":
         os.dup2(clone, session, inheritable=False)
-    close_all_but({0, 1, 2, session, *kept, *_log_descriptors()})
+    close_all_but({0, 1, 2, session, *kept, *ends, *_log_descriptors()})
+    if device.can_resend():
+        watch(ends[1:], clone)
     try:
         operations.tree = tree = open_tree()
     except AccelfsError as error:
@@ -76,6 +81,18 @@ def run(
     except Exception:
         log.exception("the serving loop failed")
     return FAILED
+
+
+def watch(others: list[int], clone: int) -> None:
+    """Have SIGIO come when another worker dies and no master is left to notice.
+
+    The write end of a worker's pipe is held by it and by the master: when both are gone the pipe hangs up, and whoever
+    is left has the kernel queue the dead worker's requests again.
+    """
+    signal.signal(signal.SIGIO, lambda *_: device.resend(clone))
+    for read in others:
+        fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
 
 
 def close_all_but(kept: set[int]) -> None:
