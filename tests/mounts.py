@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import json
 import mmap
 import os
 import pickle
@@ -241,6 +242,12 @@ class Node:
     def kill_all(self) -> None:
         """End every process of this node, and with the last server every call that hangs in a mount."""
 
+        # Those that serve first, by the state that they have written: looking through all processes of the machine can
+        # block at one that hangs in a mount, and these free it.
+        for pid in self._serving():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
         def is_empty() -> bool:
             # Again and again: a master may start a worker while we look.
             pids = self.home.processes()
@@ -251,10 +258,28 @@ class Node:
 
         wait_until(is_empty, "the node's processes to end", FREED_SECONDS)
 
+    def _serving(self) -> list[int]:
+        """The processes that the states name, as far as they are still ours."""
+        pids: list[int] = []
+        for path in (self.home.path / "run").glob("*+*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                state = json.loads(path.read_bytes())
+                pids += [state["master_pid"], *state["worker_pids"]]
+        return [pid for pid in pids if _serves(pid)]
+
     def show_logs(self) -> None:
         """Print the logs, for the report of a failed test."""
         for path in sorted(self.log_folder.glob("*.log*")):
             print(f"--- {path.name}\n{path.read_text(errors='backslashreplace')}")
+
+
+def _serves(pid: int) -> bool:
+    """Does this process hold the device of a mount?  Its number may be another's by now."""
+    try:
+        descriptors = Path(f"/proc/{pid}/fd")
+        return any(os.readlink(descriptors / name) == "/dev/fuse" for name in os.listdir(descriptors))
+    except OSError:
+        return False
 
 
 _nodes: list[Node] = []
